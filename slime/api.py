@@ -70,7 +70,7 @@ def prepare(
     TRL calls it, or a list of such functions, whose sum is trained on. A mistake raises UserError.
     """
     folder = _new_folder(run_dir, model)
-    with _free_again(folder):
+    with _remove_inputs_on_error(folder):
         values = write_inputs(
             folder / INPUTS, model, dataset, reward, generate, eval_dataset, options
         )
@@ -78,7 +78,7 @@ def prepare(
 
 
 @contextmanager
-def _free_again(folder: Path) -> Iterator[None]:
+def _remove_inputs_on_error(folder: Path) -> Iterator[None]:
     """After an error before the start, remove the inputs, so that the folder's name can be used again."""
     try:
         yield
@@ -106,10 +106,10 @@ def load_run(run_dir: str | os.PathLike[str], *, trust: bool = False) -> Run:
 
 @dataclass(frozen=True)
 class Batch:
-    """One rollout, generated and scored, that is trained on when the loop goes on."""
+    """One rollout, generated and scored; it is trained on when the loop continues."""
 
     rollout_id: int
-    metrics: dict[str, float]  # those of kind rollout and perf; the run's have the rest later
+    metrics: dict[str, float]  # rollout and perf metrics; run.metrics later has the others
     _refs: list[Any]
 
     @property
@@ -121,12 +121,12 @@ class Batch:
 
 
 class Run:
-    """A run and what it has left in its folder; every property reads the files again."""
+    """A run and its folder; every property reads the files again."""
 
     def __init__(self, path: Path, command_line: list[str] | None = None) -> None:
         self.path = path
         self.exit_status: int | None = None  # 0: trained to the end; 130: Ctrl-C; None: neither
-        self._command_line = command_line  # of a start that has not happened yet
+        self._command_line = command_line  # set until the run is started
 
     def __iter__(self) -> Iterator[Batch]:
         """Train, and yield each rollout before it is trained on; a run that has trained is continued.
@@ -135,10 +135,10 @@ class Run:
         """
         from slime.cli.loop import steps
 
-        words = self._command_line or self.prepare()._command_line
+        argv = self._command_line or self.prepare()._command_line
         self._command_line = None
-        rollouts = steps(words, print_summary=False)
-        with _free_again(self.path), closing(rollouts):
+        rollouts = steps(argv, print_summary=False)
+        with _remove_inputs_on_error(self.path), closing(rollouts):
             while True:
                 try:
                     result = next(rollouts)
@@ -175,7 +175,7 @@ class Run:
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """Return the samples that were kept of each rollout: prompt, response, reward, advantage, ..."""
+        """Return the logged samples of each rollout: prompt, response, reward, advantage, ..."""
         return list(read_lines(self.path / SAMPLES_FILE))
 
     @property
@@ -187,11 +187,12 @@ class Run:
     @property
     def model(self) -> Path:
         """Return the folder of the trained model in Hugging Face format."""
-        last = int(self.checkpoints[-1].name.removeprefix("iter_")) if self.checkpoints else 0
+        trained = [row["rollout_id"] for row in self.metrics] or [0]
+        last = max(0, *trained)
+        if self.checkpoints:
+            last = int(self.checkpoints[-1].name.removeprefix("iter_"))
         template = str(self.config.get("save_hf") or "none")
-        if not _TEMPLATE.fullmatch(
-            template
-        ):  # of a foreign run: a width of 10 digits takes all memory
+        if not _TEMPLATE.fullmatch(template):  # a hostile width of 10 digits takes all memory
             raise UserError(
                 f"--save-hf of the run, {template[:100]!r}, is not the name of a folder"
             )
@@ -207,7 +208,7 @@ class Run:
         return self
 
     def prepare(self, **options: Any) -> Run:
-        """Have the next iteration continue from the last checkpoint with these options; return the run."""
+        """Make the next iteration continue from the last checkpoint with these options; return the run."""
         if not (self.path / RESOLVED_FILE).exists() or not self.checkpoints:
             raise UserError(f"{self.path} has no checkpoint to resume from")
         given = read_own_config(self.path)
@@ -231,10 +232,10 @@ class Run:
             **sampling,
         }
         chat = config["apply_chat_template"]
-        asked = [
+        conversations = [
             [{"role": "user", "content": p}] if chat and isinstance(p, str) else p for p in prompts
         ]
-        return generate_texts(self.model, asked, chosen)
+        return generate_texts(self.model, conversations, chosen)
 
     def evaluate(
         self,

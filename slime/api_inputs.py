@@ -20,7 +20,7 @@ Dataset = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 # Columns that are labels without label_key.
 _LABELS = ("label", "answer", "solution", "ground_truth")
 # Flags that a parameter of `train` sets.
-_DECIDES = {
+_FLAGS_OF_PARAMETER = {
     "model": ("hf_checkpoint",),
     "dataset": ("prompt_data",),
     "eval_dataset": ("eval_prompt_data", "eval_config"),
@@ -29,6 +29,7 @@ _DECIDES = {
 }
 _HOOKS = "slime.ray.python_functions"
 _OPTIONS_FILE = "options.yaml"
+_ROW = "slime_row"  # key of a whole row in the written file: no column of a dataset
 
 
 def write_inputs(
@@ -54,26 +55,24 @@ def write_inputs(
 
 
 def write_config(folder: Path, values: Mapping[str, Any]) -> list[str]:
-    """Write the options to a --config file; return the command line, which alone has the secrets."""
+    """Write the options to a --config file; secrets are only in the returned command line."""
     secret = [name for name, value in values.items() if redact(name, value) != value]
     file = folder / INPUTS / _OPTIONS_FILE
     kept = {name: value for name, value in values.items() if name not in secret}
     file.write_text(dump_run_yaml(kept))
-    words = [word for name in secret for word in (option_of(name), *_words(values[name]))]
-    return ["--config", str(file), "--run-dir", str(folder), *words]
+    options = [word for name in secret for word in (option_of(name), *_as_argv(values[name]))]
+    return ["--config", str(file), "--run-dir", str(folder), *options]
 
 
-def _words(value: Any) -> list[str]:
+def _as_argv(value: Any) -> list[str]:
     if isinstance(value, list):
-        return [word for item in value for word in _words(item)]
+        return [word for item in value for word in _as_argv(item)]
     return [orjson.dumps(value).decode() if isinstance(value, dict) else str(value)]
 
 
 def plain_value(name: str, value: Any) -> Any:
     if callable(value):
-        raise ConfigError(
-            f"{name}: functions are given as reward and generate; {name} takes an import path"
-        )
+        raise ConfigError(f"{name} takes an import path; pass a function as reward or generate")
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return [plain_value(name, item) for item in value] if isinstance(value, list | tuple) else value
@@ -83,7 +82,7 @@ def _check_given_once(options: Mapping[str, Any], **parameters: Any) -> None:
     """Refuse options whose value is decided by a parameter of `train`."""
     parameters |= {"model": True, "dataset": True}
     several = isinstance(parameters["reward"], list | tuple)
-    for parameter, names in _DECIDES.items():
+    for parameter, names in _FLAGS_OF_PARAMETER.items():
         for name in names if parameters[parameter] is not None else ():
             if options.get(name) is not None and (name != "reward_key" or several):
                 raise ConfigError(f"{name} and {parameter} are mutually exclusive: remove one")
@@ -116,15 +115,16 @@ def _write_rows(
         return os.fspath(dataset), {}
     rows = [dict(row) for row in dataset]
     if not rows:
-        raise ConfigError("dataset: there are no rows")
+        raise ConfigError("dataset has no rows")
     keys = _keys(rows[0], options)
-    metadata = options.get("metadata_key", "metadata")
+    metadata = options.get("metadata_key", _ROW)
     with file.open("wb") as lines:
         for number, row in enumerate(rows):
             try:
                 lines.write(orjson.dumps({metadata: row, **row}) + b"\n")
             except TypeError as error:
                 raise ConfigError(f"dataset: row {number} cannot be written: {error}") from None
+    keys["metadata_key"] = metadata
     messages = isinstance(rows[0][keys["input_key"]], list)
     if messages and "custom_generate_function_path" not in options:
         keys["apply_chat_template"] = options.get("apply_chat_template", True)
@@ -137,7 +137,7 @@ def _keys(row: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     labels = [name for name in _LABELS if name in row]
     label_key = options.get("label_key") or (labels[0] if len(labels) == 1 else None)
     if input_key not in row:
-        raise ConfigError(f"dataset: rows have no column {input_key!r}; name it by input_key")
+        raise ConfigError(f"dataset: rows have no column {input_key!r}: set input_key")
     return {"input_key": input_key, "label_key": label_key}
 
 

@@ -30,7 +30,8 @@ _VISION = {
     "out_hidden_size": 64,
     "num_position_embeddings": 16,
 }
-_MTP = {"mtp.fc.weight": (64, 128), "mtp.layers.0.mlp.experts.gate_up_proj": (4, 64, 64)}
+_MTP = {"mtp.fc.weight": (64, 128), "mtp.layers.0.self_attn.q_proj.weight": (64, 64)}
+_MTP_EXPERTS = {"mtp.layers.0.mlp.experts.gate_up_proj": (4, 64, 64)}
 
 
 def publish(models: dict[str, str], folder: Path) -> dict[str, str]:
@@ -53,6 +54,8 @@ def _with_mtp(source: Path, target: Path, *, fused: bool = False) -> str:
     tensors |= {name: torch.randn(shape) for name, shape in _MTP.items()}
     if fused:
         tensors = _fuse_experts(tensors)
+    if any(name.endswith(".experts.gate_up_proj") for name in tensors):
+        tensors |= {name: torch.randn(shape) for name, shape in _MTP_EXPERTS.items()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return str(target)
 

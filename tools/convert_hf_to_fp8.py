@@ -15,7 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slime.core.errors import UserError
-from slime.weights.fp8 import Fp8Format, convert_to_fp8
+from slime.weights.fp8 import convert_to_fp8
+from slime.weights.fp8_format import Fp8Format
 
 
 def main() -> int:

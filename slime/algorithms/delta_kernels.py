@@ -1,12 +1,12 @@
 """Packed gated delta nets on GPUs: flash-linear-attention's kernels, or slime's.
 
-    16-bit inputs on a GPU    `run_fla` where it is installed and right, else `run_triton`
+    16-bit inputs on a GPU    `run_fla` if installed and correct, else `run_triton`
     everything else           gated_delta.py, in plain torch and fp32
 
-Both take the borders of packed samples in convolution, scan and backward pass. What passes between kernels is
+Both respect the boundaries of packed samples in convolution, scan and backward pass. Intermediate tensors are
 rounded to 16 bits, as in Hugging Face and SGLang; states stay in fp32. Before their first use the kernels are
-compared with plain torch for each shape of heads. flash-linear-attention chooses block sizes by timing, so
-deterministic algorithms leave it out; on Hopper GPUs it refuses its backward pass with Triton 3.4 to 3.7.0.
+compared with plain torch for each shape of heads. flash-linear-attention autotunes block sizes, so
+deterministic mode does not use it; on Hopper GPUs it refuses its backward pass with Triton 3.4 to 3.7.0.
 """
 
 # pyright: reportMissingImports=false
@@ -30,7 +30,7 @@ from slime.algorithms.gated_delta import DeltaHeads, chunk_layout, normalized, s
 from slime.utils.compiled import compiled_on_gpu
 
 logger = logging.getLogger(__name__)
-# Of the comparison; Triton then tunes the kernels, for all lengths.
+# Sample lengths of the comparison, which also autotunes the kernels for all lengths.
 _LENS = (31, 63, 65, 937, 3000)
 _TOLERANCE = 0.05  # of the norm of a result; rounding to bf16 gives less than 0.01
 _Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -64,7 +64,7 @@ def gated_delta_net(
 ) -> torch.Tensor:
     """Return [T, value heads, value dim] for packed samples of these lengths.
 
-    Passes without gradients use the kernels of training passes: log-probs of both are compared.
+    Passes without gradients use the same kernels as training passes, since their log-probs are compared.
     """
     args = (mixed_qkv, conv_weight, decay, beta, heads, lens)
     kernels = choose_kernels(mixed_qkv, heads, backward=True)
@@ -72,11 +72,11 @@ def gated_delta_net(
 
 
 def choose_kernels(x: torch.Tensor, heads: DeltaHeads, *, backward: bool) -> DeltaNetKernels | None:
-    """Return kernels that take such inputs and compute here what plain torch does, or None."""
+    """Return kernels for such inputs whose results match plain torch on this device, or None."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return None
-    by_timing = not torch.are_deterministic_algorithms_enabled()
-    return _choose(heads, x.dtype, x.device, backward, by_timing)
+    autotune = not torch.are_deterministic_algorithms_enabled()
+    return _choose(heads, x.dtype, x.device, backward, autotune)
 
 
 def run_fla(
@@ -129,7 +129,7 @@ def run_triton(
     windows: torch.Tensor | None = None,
     matrices: torch.Tensor | None = None,
 ) -> _Results:
-    """Run slime's kernels of the delta rule behind a compiled convolution."""
+    """Run slime's delta rule kernels after a compiled convolution."""
     from slime.algorithms.triton_delta_rule import delta_rule, make_borders
 
     layout = chunk_layout(lens, mixed_qkv.device)
@@ -165,11 +165,11 @@ def _unit_rows(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 @lru_cache
 def _choose(
-    heads: DeltaHeads, dtype: torch.dtype, device: torch.device, backward: bool, by_timing: bool
+    heads: DeltaHeads, dtype: torch.dtype, device: torch.device, backward: bool, autotune: bool
 ) -> DeltaNetKernels | None:
-    """Return the first kernels whose results are those of plain torch; log why others are not used."""
+    """Return the first kernels whose results match plain torch; log why others are not used."""
     found: list[tuple[str, DeltaNetKernels]] = []
-    if find_spec("fla") is not None and by_timing:
+    if find_spec("fla") is not None and autotune:
         found.append(("flash-linear-attention", run_fla))
     if find_spec("triton") is not None:
         found.append(("slime's Triton kernels", run_triton))
@@ -178,7 +178,7 @@ def _choose(
             error = largest_error(kernels, heads, dtype, device, backward)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a compiler of kernels raises
+        except Exception as error:  # kernel compilers raise many types
             reason = str(error).partition("\n")[0]
         else:
             if error < _TOLERANCE:
@@ -199,7 +199,7 @@ def largest_error(
 ) -> float:
     """Return the largest error of output and gradients, of any sample, relative to its norm.
 
-    It is NaN if one of them is. Heads do not depend on each other, so plain torch computes the first key head alone.
+    It is NaN if any error is. Heads are independent, so plain torch computes only the first key head.
     """
     count = heads.num_value // heads.num_key
     one = replace(heads, num_key=1, num_value=count)
@@ -235,7 +235,7 @@ def _random_inputs(
     return (
         normal(total, width).to(dtype),
         normal(width, 4).to(dtype),
-        -0.1 * F.softplus(normal(total, heads.num_value)),  # little: a state that leaks is seen
+        -0.1 * F.softplus(normal(total, heads.num_value)),  # weak decay exposes a leaking state
         normal(total, heads.num_value).sigmoid().to(dtype),
     )
 
@@ -245,6 +245,6 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _random(seed: int, device: torch.device) -> Callable[..., torch.Tensor]:
-    """Return a function that samples normal numbers and leaves torch's own generators alone."""
+    """Return a function that samples normal numbers without touching torch's global generators."""
     generator = torch.Generator(device).manual_seed(seed)
     return lambda *shape: torch.randn(*shape, generator=generator, device=device)

@@ -1,6 +1,6 @@
-"""Gated delta net layers of Hugging Face models, in trainers and engine, and forms that continue a state.
+"""Gated delta net layers of Hugging Face models, for trainers and engine, with functions that continue a state.
 
-Projections stay Hugging Face's; convolution, delta rule and the norm behind it are slime's (delta_kernels.py,
+Projections are Hugging Face's; convolution, delta rule and the norm after it are slime's (delta_kernels.py,
 gated_delta.py). The state of a sequence is the last K - 1 inputs of the convolution and the matrix S of every
 head: an engine computes a prompt in chunks of any size, and then one token per sequence.
 """
@@ -26,7 +26,7 @@ from slime.algorithms.gated_delta import (
 )
 from slime.utils.compiled import compiled_on_gpu
 
-# The classes differ in their input projections alone.
+# The classes differ only in their input projections.
 _CLASSES = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 
 
@@ -40,14 +40,14 @@ class DeltaState:
 
 @dataclass(kw_only=True, eq=False)
 class DeltaInputs:
-    """What a layer's projections give for T tokens."""
+    """The outputs of a layer's input projections for T tokens."""
 
     mixed_qkv: torch.Tensor  # [T, C], before the convolution
     decay: torch.Tensor  # [T, value heads], log of the factor of S
     beta: torch.Tensor  # [T, value heads]
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> DeltaInputs:
-        """Apply a function to each of them, such as a selection of tokens."""
+        """Apply a function to each tensor, such as a selection of tokens."""
         return DeltaInputs(
             mixed_qkv=function(self.mixed_qkv),
             decay=function(self.decay),
@@ -137,8 +137,8 @@ def continue_tokens(
 ) -> tuple[torch.Tensor, DeltaState]:
     """Return the output of one token per sequence, [N, value heads, value dim], and the states after it.
 
-    Every operation is on the shape of the batch, so that a CUDA graph can hold it and a sequence's bits
-    do not depend on the values of the others.
+    Shapes depend only on the batch size, so that CUDA graphs can capture it and a sequence's bits do not
+    depend on the values of other sequences.
     """
     window = torch.cat([state.windows, inputs.mixed_qkv.unsqueeze(1)], dim=1)  # [N, K, C]
     mixed = (window.float() * conv_weight.t().float()).sum(1).to(window.dtype)

@@ -1,4 +1,4 @@
-"""The recipes of `--advantage-estimator`, the formulas that they are made of, and the advantages:
+"""The recipes of `--advantage-estimator`, their formulas, and the computation of advantages:
 
     rewards ─normalize_group_rewards─▶ scores ─compute_advantages─▶ advantages ─loss of a token─▶ policy_loss.py
 

@@ -6,7 +6,7 @@ The rule reads and writes one matrix S per head, which starts at zero in every s
 
 It is computed in chunks of 64 tokens (Yang et al., "Gated Delta Networks", 2024). Within a chunk the
 d_t solve a triangular system; between chunks only S is passed on. Chunks start at the first token of
-a sample and hold tokens of that sample alone, so a sample's result does not depend on its neighbours.
+a sample and hold only tokens of that sample, so a sample's result does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ChunkLayout:
         counts  = (2, 2, 1)     chunks with number 0, 1 and 2: a prefix of the samples each
         order   = [1, 0]
         gather  = [70..133, 0..63, 134..197, 64..69 69..69, 198..199 199..199]
-        real    = false where a position behind the last token repeats it
+        real    = false at padding, which repeats the last token
         scatter = position among all chunks of each packed token
     """
 
@@ -70,8 +70,8 @@ def gated_delta_net(
 ) -> torch.Tensor:
     """Return [T, value heads, value dim] for packed samples of these lengths.
 
-    The backward pass computes everything again from the inputs: intermediate results take about
-    twenty times their memory.
+    The backward pass recomputes everything from the inputs: intermediate results need about twenty
+    times their memory.
     """
     layout = chunk_layout(lens, mixed_qkv.device)
     args = (mixed_qkv, conv_weight, decay, beta, heads, layout)
@@ -91,7 +91,7 @@ def continue_conv(
     layout: ChunkLayout,
     windows: torch.Tensor | None = None,  # [N, K - 1, C], None: zeros
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convolve samples that continue behind these windows; return [T, C] and the windows at the end.
+    """Convolve samples that continue after these windows; return [T, C] and the windows at the end.
 
     A window is the last K - 1 inputs of a sample; it is inserted before the sample's tokens.
     """
@@ -168,8 +168,8 @@ def continue_delta_rule(
     return flat.index_select(0, layout.scatter).to(value.dtype), states.index_select(0, back)
 
 
-# All layers and passes of a micro-batch share one. An engine's may be a trainer's next, whose
-# backward pass cannot save tensors made in inference mode.
+# All layers and passes of a micro-batch share one layout. One created by an engine may be reused by a
+# trainer, whose backward pass cannot save tensors created in inference mode.
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def chunk_layout(lens: tuple[int, ...], device: torch.device) -> ChunkLayout:
@@ -243,7 +243,7 @@ def _scan(
 
 
 def _chunks(x: torch.Tensor, layout: ChunkLayout) -> torch.Tensor:
-    """Return [chunks, ..., 64, D] of packed x [T, ..., D], contiguous, as matmuls would copy it otherwise."""
+    """Return [chunks, ..., 64, D] of packed x [T, ..., D], contiguous so that matmuls need not copy it."""
     chunks = x.index_select(0, layout.gather).unflatten(0, (-1, _CHUNK))
     return chunks.movedim(1, -2).contiguous()
 

@@ -1,5 +1,5 @@
-"""Kernels of triton_delta_rule.py, which says what they compute: one program per chunk and value head, or
-per sample, value head and block of value columns where states go from chunk to chunk."""
+"""Kernels of triton_delta_rule.py, which has the formulas: one program per chunk and value head, or per
+sample, value head and block of value columns in the two scans over chunks."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def _tokens_of(starts, chunks, chunk, CHUNK: tl.constexpr):
-    """Return the tokens of a chunk, and which of them its sample has."""
+    """Return the tokens of a chunk, and a mask without those past the end of its sample."""
     sample, number = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     tokens = tl.load(starts + sample) + number * CHUNK + tl.arange(0, CHUNK)
     return tokens, tokens < tl.load(starts + sample + 1)
@@ -47,7 +47,7 @@ def _pairs(a, b, tokens, real, STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _sums_of(sums, tokens, real, head, HEADS: tl.constexpr):
-    """Return c of a chunk, and its last value, which padding has too: exp(0 - c) overflows."""
+    """Return c of a chunk, and its last value, also used as padding: exp(0 - c) would overflow."""
     c = tl.load(sums + tokens * HEADS + head, mask=real, other=float("inf"))
     last = tl.min(c, 0)
     return tl.where(real, c, last), last
@@ -216,7 +216,7 @@ def within_kernel(
 @triton.jit
 def state_backward_kernel(
     query, key, sums, w, grad, within, starts, first_chunks,
-    d_states,  # [chunks, HEADS, KEY_DIM, VALUE_DIM] out: gradient of S behind each chunk
+    d_states,  # [chunks, HEADS, KEY_DIM, VALUE_DIM] out: gradient of S after each chunk
     d_written,  # [T, HEADS, VALUE_DIM] out: gradient of D
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CHUNK: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
@@ -381,9 +381,9 @@ def key_backward_kernel(
             d_final += tl.sum(d_state.to(tl.float32) * state.to(tl.float32)) * tl.exp(final)
         total *= tl.exp(final - c)[:, None]
         k = _tile(keys, tokens, d, KEY_HEADS * KEY_DIM, 1, real, in_d)
-        behind = tl.where(real, tl.sum(total * k, 1), 0.0)
-        d_c -= behind
-        d_final += tl.sum(behind, 0)
+        after_chunk = tl.where(real, tl.sum(total * k, 1), 0.0)
+        d_c -= after_chunk
+        d_final += tl.sum(after_chunk, 0)
         x = _tile(rs, tokens, d, HEADS * KEY_DIM, 1, real, in_d) * tl.exp(c)[:, None]
         read = tl.sum(x * k, 1)
         d_b += read

@@ -8,9 +8,9 @@ Within a chunk, c is the running sum of log decays, l its last value, and <= and
     O   = exp(c) q S + M D,   M = exp(c_i - c_j) q_i.k_j   (j <= i)
     S'  = exp(l) S + (exp(l - c) k)^T D                   the state of the next chunk
 
-Only S goes from chunk to chunk, and its gradient the other way; all else is computed for all chunks at
-once. The backward pass computes U, W, X, S and D again from the inputs. With P = X^T dD and
-R = X^T dW the gradient of A is -(P U^T + R W^T), so that no gradient of the inverse is needed.
+Only S is passed from chunk to chunk, and its gradient in reverse; all else is computed for all chunks in
+parallel. The backward pass recomputes U, W, X, S and D from the inputs. With P = X^T dD and R = X^T dW
+the gradient of A is -(P U^T + R W^T), so no gradient of the inverse is needed.
 
 Every kernel has two warps: from four on, Triton uses asynchronous matmuls on Hopper GPUs, and ptxas before
 CUDA 13.3 reuses their input registers too early (wrong gradients: triton-lang/triton#11781). Matrices
@@ -36,7 +36,7 @@ _STATE_COLUMNS = 32  # of S per program of the two scans
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Borders:
-    """Where packed samples and their chunks begin, on the device.
+    """Boundaries of packed samples and their chunks, on the device.
 
     Samples of 70 and 130 tokens::
 
@@ -51,7 +51,7 @@ class Borders:
 
 
 @lru_cache(maxsize=16)  # all layers and passes of a micro-batch share one
-@torch.inference_mode(False)  # an engine's may be a trainer's next: backward saves its tensors
+@torch.inference_mode(False)  # an engine's may be reused by a trainer, whose backward saves it
 def make_borders(lens: tuple[int, ...], device: torch.device) -> Borders:
     counts = [-(-length // CHUNK) for length in lens]
     chunks = [(n, i) for n, count in enumerate(counts) for i in range(count)]
@@ -71,9 +71,9 @@ def delta_rule(
     borders: Borders,
     states: torch.Tensor | None = None,  # [N, value heads, key dim, value dim], None: zeros
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return [T, value heads, value dim], and if states were given, those at the end in fp32.
+    """Return [T, value heads, value dim], and if states were given, the final states in fp32.
 
-    Gradients reach the first five arguments. States are for passes without gradients.
+    The first five arguments get gradients. States are only for passes without gradients.
     """
     inputs = (query, key, value, decay.float(), beta)
     if states is None:
@@ -104,7 +104,7 @@ class _DeltaRule(torch.autograd.Function):
 
 
 class _Call:
-    """The launches for one batch, and the tensors that pass between them."""
+    """The kernel launches for one batch, and their intermediate tensors."""
 
     def __init__(self, inputs: tuple[torch.Tensor, ...], borders: Borders):
         self.query, self.key, self.value, self.decay, self.beta = inputs
@@ -135,7 +135,7 @@ class _Call:
         self.states = self.value.new_empty(self.num_chunks, heads, key_dim, value_dim)
 
     def scan(self, first: torch.Tensor | None = None, last: torch.Tensor | None = None) -> None:
-        """Compute the state before every chunk and what each chunk writes; `last` gets the final ones."""
+        """Compute the state before every chunk and D; write the final states to `last`."""
         borders = self.borders
         kernels.prepare_kernel[(self.num_chunks, self.heads)](
             *(self.key, self.value, self.decay, self.beta, borders.starts, borders.chunks),
@@ -177,7 +177,7 @@ class _Call:
             **self.scans,
         )
         p, r = torch.empty_like(self.u), torch.empty_like(self.w)
-        d_query, d_key = torch.empty_like(self.w), torch.empty_like(self.w)  # of every value head
+        d_query, d_key = torch.empty_like(self.w), torch.empty_like(self.w)  # per value head
         d_value, d_beta = torch.empty_like(self.value), torch.empty_like(self.beta)
         d_sums, d_decay = torch.empty_like(self.sums), torch.empty_like(self.decay)
         kernels.solve_backward_kernel[grid](
@@ -205,5 +205,5 @@ class _Call:
 
 
 def _power_of_2(dim: int) -> int:
-    """Return the size of a block that holds the dimension; tensor cores need 16."""
+    """Return the block size for a dimension: a power of 2, at least 16 for tensor cores."""
     return max(16, 1 << (dim - 1).bit_length())

@@ -109,12 +109,12 @@ class Backend(ABC):
 
     @abstractmethod
     def drop_gradients(self) -> None:
-        """Free the gradients for the engines' use; the next step starts by zeroing them anyway."""
+        """Free the gradients' GPU memory for engines; the next step starts from zero gradients."""
 
     @abstractmethod
     def sleep(self) -> None:
-        """Offload to host memory, so that engines can use the GPU's. Gradients are dropped instead:
-        they are not read between two rollouts."""
+        """Offload to host memory, so that engines can use GPU memory. Gradients are freed instead:
+        nothing reads them between rollouts."""
 
     @abstractmethod
     def wake_up(self) -> None:
@@ -167,14 +167,14 @@ def return_unused() -> None:
 
 # ---- images
 
-MOST_BYTES = 256 << 20  # of one tower's outputs
+MOST_BYTES = 256 << 20  # limit of one tower's cached outputs
 
 
 class FeatureCache:
-    """Outputs of a frozen vision tower, kept from one pass over a step's samples to the next.
+    """Cached outputs of a frozen vision tower.
 
-    The passes for reference and old log-probs and the training pass show the tower the same images, and
-    the samples of a group share theirs over several micro-batches.
+    The reference, old-log-prob and training passes encode the same images, and the samples of a group
+    share images across micro-batches.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 
 def first_weights(args: Args, role: str) -> str:
-    """Return the path of initial weights: a checkpoint, a folder of those, or a HF folder."""
+    """Return the path of initial weights: a checkpoint, a folder of checkpoints, or a HF folder."""
     ref = args.ref_load and of_step(args.ref_load, args.ref_ckpt_step, "--ref-ckpt-step")
     start = ref or args.hf_checkpoint
     if role != "critic" or args.critic_load is None or not Path(args.critic_load).exists():
@@ -108,8 +108,8 @@ class TrainRayActor(Backend):
         self._rendezvous = Rendezvous(rank, world_size, master)
         self._targets: CriticColumns | None = None
         self._engines: list[EngineInfo] = []  # of the last weight update
-        self._version = 0  # of the weights they hold
-        self._uncommitted: tuple[CheckpointMeta, CheckpointFolder] | None = None  # of `save`
+        self._version = 0  # of the weights that the engines hold
+        self._commit: Callable[[], object] | None = None  # of the checkpoint that `save` began
 
     # ---- start
 
@@ -207,7 +207,7 @@ class TrainRayActor(Backend):
             self._targets = CriticColumns(values=batch.values, returns=batch.returns)
 
     def _require_columns(self, batch: RolloutBatch) -> None:
-        """Raise UserError if a user hook did not fill in a column that it has to."""
+        """Raise UserError if a user hook left out a required column."""
         if self.args.use_opd and batch.teacher_log_probs is None:
             raise UserError(
                 "--use-opd: the samples lack the teacher's log-probs: the reward function "
@@ -215,7 +215,7 @@ class TrainRayActor(Backend):
             )
         if batch.values is not None and batch.returns is None:
             raise UserError(
-                "--custom-advantage-function-path must set returns too: the critic learns them"
+                "--custom-advantage-function-path must set returns too: the critic is trained on them"
             )
 
     def values(self, batch_ref: Any) -> CriticColumns:
@@ -224,7 +224,7 @@ class TrainRayActor(Backend):
             return CriticColumns(values=self.log_probs(self.fetch(batch_ref), model="actor"))
 
     def critic_targets(self) -> CriticColumns:
-        """Return, once, the critic's targets for the rows that the actor was last trained on."""
+        """Return, once, the critic's targets for the actor's last training rows."""
         targets, self._targets = self._targets, None
         assert targets is not None
         return targets
@@ -336,7 +336,7 @@ class TrainRayActor(Backend):
     ) -> SyncReport:
         """Send the weights to the engines; --check-weight-update-equal adds a probe for SGLang.
 
-        By default those of the last call or of --rollout-external-engine-addrs get the next version.
+        Defaults: the engines of the last call or of --rollout-external-engine-addrs, the next version.
         """
         if engines is None:
             engines = self._engines or named_engines(self.args)
@@ -354,16 +354,16 @@ class TrainRayActor(Backend):
         return make_weight_sync(self.args)
 
     def save(self, rollout_id: int, force_sync: bool = False) -> None:
-        """Write a checkpoint below --save and make it the latest one; a run saves its data too.
+        """Write a checkpoint below --save and commit it as the latest; runs also save their data.
 
-        With --async-save and without `force_sync`, `wait_save` or the next save makes it so.
+        With --async-save and without `force_sync`, `wait_save` or the next `save` commits it.
         """
         if not isinstance(force_sync, bool):  # a path, which `save_to` takes
             raise TypeError(f"force_sync is True or False, not {force_sync!r}")
         flag = "save" if self.role == "actor" else "critic_save"
         root = getattr(self.args, flag)
         if root is None:
-            raise UserError(f"--{flag.replace('_', '-')} is missing: the folder of the checkpoints")
+            raise UserError(f"--{flag.replace('_', '-')} is missing: give a folder for checkpoints")
         self.wait_save()
         folder = CheckpointFolder(root)
         self._on_rank_zero(lambda: folder.begin(rollout_id, clean=False))
@@ -373,22 +373,22 @@ class TrainRayActor(Backend):
             weight_version=self._version,
             train_backend=self.args.train_backend,
         )
-        self._uncommitted = meta, folder
+        self._commit = partial(folder.commit, meta, keep=self.args.save_total_limit)
         if force_sync or not self.args.async_save:
             self.wait_save()
 
     save_model = save
 
     def wait_save(self) -> None:
-        """Wait for a background save; a checkpoint that `save` began is then complete."""
+        """Wait for a background save and commit the checkpoint that `save` began."""
+        commit, self._commit = self._commit, None  # a failed write is not committed later
         self.wait_write()
-        if self._uncommitted is not None:
-            (meta, folder), self._uncommitted = self._uncommitted, None
+        if commit is not None:
             dist.barrier()
-            self._on_rank_zero(lambda: folder.commit(meta, keep=self.args.save_total_limit))
+            self._on_rank_zero(commit)
 
     def _on_rank_zero(self, action: Callable[[], object]) -> None:
-        """Run `action` on rank 0 while the others wait; raise its failure on all of them."""
+        """Run `action` on rank 0 while other ranks wait; raise its OSError as UserError on all."""
         failure: list[OSError | None] = [None]
         if self.rank == 0:
             try:

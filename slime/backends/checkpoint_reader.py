@@ -109,14 +109,14 @@ class DataReader(FileSystemReader):
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A part of a stored tensor, as large as the slice in every dimension that `offsets` does not name.
+    """A slice of a stored tensor: one index in each leading dimension, all of the other dimensions.
 
     Slice(key="experts.fc1", offsets=(3,), shape=(64, 32), dtype=torch.bfloat16)
     is expert 3 of a stored tensor [8, 64, 32].
     """
 
     key: str
-    offsets: tuple[int, ...]  # in the leading dimensions, of which one index each is read
+    offsets: tuple[int, ...]  # the index in each leading dimension
     shape: tuple[int, ...]  # of the other dimensions
     dtype: torch.dtype
 
@@ -130,7 +130,7 @@ class Slice:
 
 
 def read_slices(folder: str | Path, wanted: dict[str, Slice]) -> dict[str, torch.Tensor]:
-    """Read parts of tensors without a process group; raise ConfigError if the files do not hold one."""
+    """Read slices of tensors without a process group; raise ConfigError if the files lack one."""
     reader = DataReader(folder)
     reader.refuse_objects(one.key for one in wanted.values())
     index = reader.read_metadata()
@@ -156,7 +156,7 @@ def read_slices(folder: str | Path, wanted: dict[str, Slice]) -> dict[str, torch
 
 
 def _cover(items: list[planner.ReadItem], sizes: torch.Size) -> bool:
-    """Return whether the parts that are read make up the whole; overlapping ones may leave a hole."""
+    """Return whether the read items cover the whole slice; overlapping items may leave a hole."""
     if sum(torch.Size(item.lengths).numel() for item in items) != sizes.numel():
         return False
     if len(items) == 1:
@@ -208,8 +208,8 @@ def refuse_foreign_optimizer(folder: Path) -> None:
     names = read_metadata(folder).state_dict_metadata
     if any("optimizer" in name.split(".")[:2] for name in names):
         raise ConfigError(
-            f"--load {folder} was written by another tool, with optimizer state that slime cannot continue: "
-            f"start from its weights with --ref-load {folder.parent} in place of --load"
+            f"--load {folder} was written by another tool, with optimizer state that slime cannot load: "
+            f"load only its weights, with --ref-load {folder.parent} instead of --load"
         )
 
 
@@ -236,7 +236,7 @@ def plain_refusals() -> Iterator[None]:
 class FileCheck:
     """Verify the checksums of a checkpoint's files, with the files divided among ranks.
 
-    It is a collective call; each folder is checked once.
+    `verify` is collective and checks each folder once.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -279,7 +279,7 @@ def _layout(name: str) -> torch.layout:
 def _member(cls: type[Enum], name: str) -> Enum:
     """Replace builtins.getattr, with which Python 3.11.0 to 3.11.3 pickle a member of an Enum."""
     if cls not in _ENUMS:
-        raise pickle.UnpicklingError("builtins.getattr of something else than an Enum")
+        raise pickle.UnpicklingError("builtins.getattr on something other than an Enum")
     return cls[name]
 
 
@@ -342,15 +342,15 @@ def _check_index(found: Any, file: Path) -> None:
             raise _refusal(file, f"to read the file {shown}, outside its folder")
 
 
-def _refusal(file: Path, wish: str) -> ConfigError:
+def _refusal(file: Path, request: str) -> ConfigError:
     return ConfigError(
-        f"{file} asks {wish}. No checkpoint needs that, and it could run code here: nothing was "
+        f"{file} asks {request}. No checkpoint needs that, and it could run code here: nothing was "
         "loaded. Load checkpoints of your own runs, or weights as safetensors"
     )
 
 
 def _cause(error: Exception) -> str:
-    """Return the line of torch's message that names the class, without hints how to allow it."""
+    """Return the line of torch's message that names the class, without its hints on allowing it."""
     lines = [line.strip() for line in str(error).splitlines()]
     return next((line for line in lines if "GLOBAL" in line or "global" in line), lines[0]).rstrip(
         "."

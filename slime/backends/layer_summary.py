@@ -29,17 +29,17 @@ def layer_summary(
             f"megatron-core: linear layers; slime: norms{with_experts}, {', '.join([_PACKED, *scan])}, log-probs; "
             "TransformerEngine is not used"
         )
-    theirs = ["linear layers", "norms"] + (["grouped experts"] if experts else [])
-    ours = [*scan, "log-probs"]
+    te_layers = ["linear layers", "norms"] + (["grouped experts"] if experts else [])
+    own_layers = [*scan, "log-probs"]
     if te_flash:
-        theirs.append("attention (flash-attn)")
+        te_layers.append("attention (flash-attn)")
     elif attention in _ATTENTION:
-        theirs.append(_ATTENTION[attention])
+        te_layers.append(_ATTENTION[attention])
     else:
-        ours.insert(0, _PACKED)
+        own_layers.insert(0, _PACKED)
     if post_norms:
-        ours.append("norms behind attention and MLP")
+        own_layers.append("norms behind attention and MLP")
     precision = ""
     if fp8 is not None:
         precision = f"; linear layers in FP8 ({fp8[0]}, {fp8[1] or 'delayed'})"
-    return f"TransformerEngine: {', '.join(theirs)}; slime: {', '.join(ours)}{precision}"
+    return f"TransformerEngine: {', '.join(te_layers)}; slime: {', '.join(own_layers)}{precision}"

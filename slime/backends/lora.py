@@ -24,24 +24,24 @@ from slime.weights.sync import serving_dtype
 
 
 class LoraTrainRayActor(TrainRayActor):
-    """A trainer that can train adapters; with LoRA engines are sent these alone or merged weights."""
+    """A trainer with LoRA support: engines receive the adapters alone, or merged weights."""
 
     def whole_adapters(self, dtype: torch.dtype) -> Iterable[NamedTensor]:
         """Return full adapters by Hugging Face name; all ranks must iterate together."""
         raise TypeError(f"{type(self).__name__} trains no adapters")
 
     def sent_adapters(self, dtype: torch.dtype) -> Iterable[NamedTensor]:
-        """Return what `whole_adapters` does for engines; what need not be gathered may be in another dtype."""
+        """Return the adapters for engines; tensors that need no gather may have another dtype."""
         return self.whole_adapters(dtype)
 
     def base_buckets(self) -> Iterable[HFBucket]:
-        """Return what `hf_buckets` does, without adapters merged in."""
+        """Return the buckets of `hf_buckets` without merged adapters."""
         raise TypeError(f"{type(self).__name__} trains no adapters")
 
     def export_adapter(self, path: str, lora: LoraConfig, info: ExportInfo | None = None) -> None:
         """Write a PEFT folder on rank 0, whose base is --hf-checkpoint.
 
-        Its names are those of the model that the run trains: beside a vision tower they are nested.
+        Names are those of the trained model: nested if it has a vision tower.
         """
         adapters = list(self.whole_adapters(torch.float32))
         if has_tower(self.args):
@@ -51,7 +51,7 @@ class LoraTrainRayActor(TrainRayActor):
         dist.barrier()
 
     def send_weights(self, engines: list[EngineInfo], version: int) -> SyncReport:
-        """With LoRA send the adapter alone, after the base where an engine has another one."""
+        """With LoRA send only the adapter, after the base if an engine holds a different one."""
         lora = LoraConfig.of(self.args)
         if lora is None or served_adapter(self.args) is None:
             return super().send_weights(engines, version)
@@ -69,7 +69,7 @@ class LoraTrainRayActor(TrainRayActor):
 def refuse_other_base_weights(
     saved: dict[str, str] | None, held: dict[str, str], path: object
 ) -> None:
-    """Raise if the base has other values; in another dtype they cannot be compared."""
+    """Raise if the base's values differ; in different dtypes they cannot be compared."""
     saved = saved or {}
     if saved.get("dtype") == held["dtype"] and saved.get("checksum") != held["checksum"]:
         raise UserError(

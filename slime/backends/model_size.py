@@ -16,6 +16,7 @@ import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from slime.config.lora import LoraConfig
 
 _ANSWER = "COUNTED "
-_TIMEOUT_S = 600
 _MOST_CHILDREN = 8  # each needs up to 1 GB of host memory
 # A parameter belongs to the part of the first pattern that matches its name.
 _PARTS = (
@@ -108,7 +108,7 @@ class WholeModel:
 class AdapterCount:
     """Sizes of LoRA adapters: A of a module has rank x in elements, B has out x rank.
 
-    `widths` is in + out over all modules with an adapter, which so have rank x widths elements: for all
+    `widths` is in + out over all modules with an adapter, so they have rank x widths elements: for all
     linear modules of Qwen3-4B 36 x 57,344, so rank 16 has 33,030,144.
     """
 
@@ -117,7 +117,7 @@ class AdapterCount:
     layer: int  # the same of the largest decoder layer
     modules: int  # with an adapter, in a decoder layer
     in_mlp: bool  # whether dense MLPs have some
-    served: int  # in + out over all linear modules, for which engines keep room
+    served: int  # in + out over all linear modules, for which engines allocate slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,9 @@ class CountRequest:
     world_size: int
 
 
-def count_models(requests: list[CountRequest]) -> list[ModelCount | UserError]:
+def count_models(
+    requests: list[CountRequest], *, timeout_s: float = 600
+) -> list[ModelCount | UserError]:
     """Return one result per request: a count, or an error if the model or layout is unsupported.
 
     Building the tens of thousands of modules of an MoE takes seconds, so requests run in parallel.
@@ -167,17 +169,24 @@ def count_models(requests: list[CountRequest]) -> list[ModelCount | UserError]:
     children = max(min(len(requests), usable_cores(), _MOST_CHILDREN), 1)
     shares = [requests[child::children] for child in range(children)]
     with ThreadPoolExecutor(children) as pool:
-        answers = list(pool.map(_count_in_child, shares))
+        answers = list(pool.map(partial(_count_in_child, timeout_s=timeout_s), shares))
     return [answers[i % children][i // children] for i in range(len(requests))]
 
 
-def _count_in_child(requests: list[CountRequest]) -> list[ModelCount | UserError]:
+def _count_in_child(
+    requests: list[CountRequest], *, timeout_s: float
+) -> list[ModelCount | UserError]:
     command = [sys.executable, "-m", "slime.backends.model_size"]
     path = [str(Path(slime.__file__).parents[1]), read_env().python_path or ""]
     env = child_env(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONPATH=":".join(path))
-    done = subprocess.run(
-        command, input=pickle.dumps(requests), capture_output=True, env=env, timeout=_TIMEOUT_S
-    )
+    given = pickle.dumps(requests)
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, env=env, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"counting the model's parameters took more than {timeout_s:g} s: run it again on a machine "
+            "with more free CPU cores"
+        ) from None
     lines = done.stdout.decode().splitlines()
     answers = [line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER)]
     if done.returncode or not answers:
@@ -209,7 +218,7 @@ def main() -> None:
 def _answer(request: CountRequest) -> dict:
     """Return the count as JSON, or why there is none: a run builds the same model and fails likewise.
 
-    Only the user's own function may build another model on a GPU than here.
+    Only a user's model provider may build a different model on a GPU.
     """
     try:
         return _count(request).to_json()

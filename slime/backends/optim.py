@@ -44,7 +44,7 @@ def step_optimizer(
         loss = f"loss {result.metrics['loss'].mean}, " if "loss" in result.metrics else ""
         raise UserError(
             f"rollout {rollout_id}, step {step_id}: the gradient is not finite ({loss}norm "
-            f"{grad_norm}); the weights were left as they were. Lower --lr, or look at the samples "
+            f"{grad_norm}); the weights are unchanged. Lower --lr, or look at the samples "
             "with --save-debug-rollout-data"
         )
     result.add(
@@ -146,8 +146,8 @@ def orthogonalize(
     `cut` is (group, dimension) if the ranks of a group hold shards of one matrix along that
     dimension: the Gram matrix of the other dimension is then all-reduced over the group.
     """
-    turned = matrix.size(-2) > matrix.size(-1) if cut is None else cut[1] == 0
-    x = matrix.mT if turned else matrix
+    transposed = matrix.size(-2) > matrix.size(-1) if cut is None else cut[1] == 0
+    x = matrix.mT if transposed else matrix
     squares = x.float().square().sum(dim=(-2, -1), keepdim=True)
     if cut is not None:
         dist.all_reduce(squares, group=cut[0])
@@ -158,7 +158,7 @@ def orthogonalize(
         if cut is not None:
             dist.all_reduce(gram, group=cut[0])
         x = _multiply_add(x, _multiply_add(gram, gram, gram, b, c), x, a, 1.0)
-    return x.mT if turned else x
+    return x.mT if transposed else x
 
 
 def muon_scale(rows: int, columns: int, mode: str) -> float:

@@ -119,11 +119,11 @@ def _report(argv: list[str]) -> int:
     if not argv or any(word.startswith("-") for word in argv):
         print(_REPORT_USAGE)
         return 0 if argv in (["-h"], ["--help"]) else 2
-    marks = ("metrics.jsonl", "config_resolved.yaml")
+    files = ("metrics.jsonl", "config_resolved.yaml")
     for folder in map(Path, argv):
-        if folder.is_dir() and not any((folder / mark).exists() for mark in marks):
+        if folder.is_dir() and not any((folder / name).exists() for name in files):
             raise UserError(
-                f"{folder} is not the folder of a run: it has neither {' nor '.join(marks)}"
+                f"{folder} is not the folder of a run: it has neither {' nor '.join(files)}"
             )
     print(write_report(argv[0]) if len(argv) == 1 else write_comparison(argv))
     return 0

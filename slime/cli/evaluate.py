@@ -27,8 +27,8 @@ from slime.utils.printable import safe_text
 
 _USAGE = """usage: slime eval MODEL --eval-prompt-data NAME PATH [NAME PATH ...] [OPTIONS]
 
-MODEL is the folder of a Hugging Face model, or of a run that was trained with --save-hf. Of a run, data, reward and
-sampling are taken too, as far as they are not given here. OPTIONS are those of `slime train`, such as --rm-type or
+MODEL is the folder of a Hugging Face model, or of a run that was trained with --save-hf. For a run, its data,
+reward and sampling options are used too, unless given here. OPTIONS are those of `slime train`, such as --rm-type or
 --custom-rm-path, --label-key, --n-samples-per-eval-prompt, --eval-temperature and --run-dir.
 Prints a table; metrics, samples and report.html are in the run folder."""
 _ALWAYS = {
@@ -37,17 +37,17 @@ _ALWAYS = {
     "rollout_batch_size": 1,
     "eval_interval": 1,
 }
-# What an evaluation takes over from a run, besides the flags of these groups.
+# Flags that an evaluation copies from a run, besides those of these groups.
 _GROUPS = ("Evaluation", "Reward")
-_TAKEN = (
+_COPIED = (
     "apply_chat_template", "apply_chat_template_kwargs", "input_key", "label_key", "metadata_key", "tool_key",
     "rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_max_context_len", "rollout_max_response_len",
     "rollout_stop", "rollout_stop_token_ids", "rollout_skip_special_tokens", "rollout_seed",
     "custom_generate_function_path", "custom_config_path", "rollout_engine", "rollout_num_gpus",
     "rollout_num_gpus_per_engine", "log_samples",
 )  # fmt: skip
-# Of these, what names code, files of options, addresses or permissions: not taken from a run of somebody else.
-_TRUSTED = ("allow_unsandboxed_code", "rm_url", "eval_config")
+# Copied flags that name code, option files, addresses or permissions: never from another user's run.
+_NEED_TRUST = ("allow_unsandboxed_code", "rm_url", "eval_config")
 _OF_TRAINING = (
     "custom_reward_post_process_path",
     "custom_convert_samples_to_train_data_path",
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     from slime.cli import train
 
     status = train(words, print_summary=False)
-    if status == 0 and (run_dir / METRICS_FILE).exists():  # it does not with --dry-run
+    if status == 0 and (run_dir / METRICS_FILE).exists():  # missing after --dry-run
         print(safe_text("\n".join(["", *table(read_run(run_dir)), "", f"Results: {run_dir}"])))
         sys.stdout.flush()
     return status
@@ -84,7 +84,7 @@ def _command(model: str, rest: list[str]) -> tuple[list[str], Path]:
         or f"runs/eval-{folder.resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
     if (run_dir / METRICS_FILE).exists():
-        raise ConfigError(f"--run-dir {run_dir} holds results already: name another folder")
+        raise ConfigError(f"--run-dir {run_dir} already holds results: name another folder")
     values = {"hf_checkpoint": str(folder), "run_dir": str(run_dir), **values}
     if "eval_config" in given or "eval_prompt_data" in given:  # replaces the run's data
         values = {n: v for n, v in values.items() if n not in ("eval_config", "eval_prompt_data")}
@@ -97,7 +97,7 @@ def _command(model: str, rest: list[str]) -> tuple[list[str], Path]:
 
 
 def _from_run(folder: Path, own: Container[str]) -> dict[str, Any]:
-    """Return the exported model of a run and what its evaluation depends on, but for the user's `own` options."""
+    """Return the exported model of a run and its evaluation flags, except those in the user's `own` options."""
     if not (folder / RESOLVED_FILE).exists():
         return {}
     model = load_run(folder).model
@@ -107,40 +107,44 @@ def _from_run(folder: Path, own: Container[str]) -> dict[str, Any]:
         )
     given, is_own = read_config(folder)
     flags = all_flags()
-    taken = {
+    copied = {
         n: v
         for n, v in given.items()
-        if n in flags and n not in _OF_TRAINING and _is_taken(n) and n not in own
+        if n in flags and n not in _OF_TRAINING and _is_copied(n) and n not in own
     }
-    taken = {n: v for n, v in taken.items() if RUN_DIR not in str(v)}
-    unsafe = [n for n in taken if _needs_trust(n)]
+    copied = {n: v for n, v in copied.items() if RUN_DIR not in str(v)}
+    unsafe = [n for n in copied if _needs_trust(n)]
     if unsafe and not is_own:
         raise ConfigError(
             f"{folder} is not a run of this user, or its config.yaml was changed, and it sets "
             f"{', '.join(map(option_of, unsafe))}, which can run code: give these options yourself, or "
             f"evaluate the model alone: slime eval {model}"
         )
-    return {**taken, "hf_checkpoint": str(model)}
+    return {**copied, "hf_checkpoint": str(model)}
 
 
-def _is_taken(name: str) -> bool:
-    return name in _TAKEN or name.startswith("sglang_") or all_flags()[name].group in _GROUPS
+def _is_copied(name: str) -> bool:
+    return name in _COPIED or name.startswith("sglang_") or all_flags()[name].group in _GROUPS
 
 
 def _needs_trust(name: str) -> bool:
-    return name in _TRUSTED or name.endswith("_path") or name.startswith("sglang_")
+    return name in _NEED_TRUST or name.endswith("_path") or name.startswith("sglang_")
 
 
 def _words(name: str, value: Any) -> list[str]:
+    """Return what to type for a value; nothing for one that is not set."""
+    if value is None or value == []:
+        return []
     if isinstance(value, bool):
-        return [option_of(name)] if value else []
+        flag = all_flags()[name]
+        return [flag.option] if value else [*flag.off_options[:1]]
     if isinstance(value, list):
         return [option_of(name), *map(str, value)]
     return [option_of(name), json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
 def table(run: RunData) -> list[str]:
-    """Return one line per dataset under a head: the metrics `eval/<dataset>/...` of the last evaluation."""
+    """Return a header and one line per dataset: the metrics `eval/<dataset>/...` of the last evaluation."""
     rows = {
         dataset: {
             name.removeprefix(f"eval/{dataset}/"): number(points[-1][1])

@@ -34,15 +34,15 @@ def rollouts(run: "Run") -> Iterator[RolloutResult]:
     actor.update_weights(rollout)
     run.first_eval()
     for rollout_id in range(run.start_rollout_id, args.num_rollout):
-        batch = rollout.generate(rollout_id)  # frees engine memory itself when colocated
+        batch = rollout.generate(rollout_id)  # releases engine memory when colocated
         yield batch
-        actor.train(rollout_id, batch.batch_refs)  # wakes up itself when colocated
+        actor.train(rollout_id, batch.batch_refs)  # reloads the trainer when colocated
         stopping = run.stopping  # read once: a signal from here on is for the next rollout
         run.save_if_due(rollout_id, stopping=stopping)
         if stopping:
             run.log(rollout_id)
             break
-        actor.update_weights(rollout, rollout_id)  # pushes, verifies; sleeps when colocated
+        actor.update_weights(rollout, rollout_id)  # pushes, verifies; offloads when colocated
         if run.due(args.eval_interval, rollout_id):
             rollout.eval(rollout_id)
         run.log(rollout_id)
@@ -56,7 +56,7 @@ def train(args: Args, *, print_summary: bool = True) -> int:
 def run_loop(
     loop: Callable[["Run"], Iterator[RolloutResult]], args: Args, print_summary: bool = True
 ) -> Steps:
-    """Run a loop from start to end; if the caller stops iterating, save and stop as after Ctrl-C."""
+    """Run a loop from start to end; if the caller stops iterating, save and stop, like Ctrl-C."""
     from slime.ray.run import Run
 
     with Run(args, print_summary=print_summary) as run:
@@ -75,12 +75,12 @@ def main(argv: list[str] | None = None, *, print_summary: bool = True) -> int:
 
 
 def start(argv: list[str] | None, print_summary: bool = True) -> int:
-    """Do what `main` does, but raise errors instead of printing them."""
+    """Run `main`, but raise errors instead of printing them."""
     return finish(steps(argv, print_summary))
 
 
 def steps(argv: list[str] | None, print_summary: bool = True) -> Steps:
-    """Run the loop of this command line, synchronous or not, and yield what it yields."""
+    """Run the loop of this command line, synchronous or not, and yield its rollouts."""
     if is_dry_run(argv):
         from slime.ray.start_checks import check_for_dry_run
 

@@ -173,7 +173,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         description="Make a tiny model, warm it up and train it by GRPO; minutes on two CPU cores.",
     )
     parser.add_argument(
-        "--run-dir", type=Path, help="new folder for all of it; default: runs/quickstart-<time>"
+        "--run-dir", type=Path, help="new folder for all files; default: runs/quickstart-<time>"
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of everything (default: 1)")
     parser.add_argument(
@@ -197,11 +197,11 @@ def _new_folder(chosen: Path | None) -> Path:
 
 
 def _start_ray() -> bool:
-    """Start Ray once for both stages; return whether it is ours to stop."""
+    """Start Ray once for both stages; return whether this process must stop it."""
     from slime.ray.cluster import connect
 
     ours = connect()
-    importlib.import_module("slime.ray.run")  # needed by the stages; the model is still being made
+    importlib.import_module("slime.ray.run")  # import it while the model is being made
     return ours
 
 

@@ -4,7 +4,7 @@
     answer     13568                 reward 1, any other response 0
 
 The warm-up imitates a teacher that sorts correctly but, four times out of five, in descending
-order. It leaves a model that can sort but uses the wrong order; the right one is learned from the
+order. The result can sort but uses the wrong order; GRPO learns the right one from the
 reward alone.
 """
 
@@ -79,7 +79,7 @@ def right_answer(number: str) -> str:
 def start_making_model(folder: Path, seed: int) -> Callable[[], int]:
     """Run `write_model` in a subprocess; the returned function waits for it.
 
-    Meanwhile Ray can start, and this process does not import torch.
+    Ray can start at the same time, and this process does not import torch.
     """
     command = [sys.executable, "-m", "slime.cli.quickstart_task", str(folder), str(seed)]
     env = child_env(TQDM_DISABLE="1")

@@ -1,6 +1,6 @@
-"""`slime watch RUN_DIR ...`: a web page for runs under way, finished or dead, on this machine alone.
+"""`slime watch RUN_DIR ...`: a web page for running, finished or dead runs, on this machine only.
 
-`slime train --watch` starts the same server as a process of its own, which ends with the run.
+`slime train --watch` starts the same server as a separate process, which ends with the run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 def watching(args: Args) -> Iterator[None]:
     """With --watch, serve the page of this run until it ends.
 
-    The key goes through the pipe that also tells the server when this process is gone.
+    The key goes through the server's stdin, whose EOF tells the server that this process has ended.
     """
     if not args.watch:
         yield

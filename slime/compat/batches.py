@@ -28,7 +28,7 @@ ATTRIBUTES = {
 }
 _ROLLOUT_COLUMNS = [f.name for f in fields(RolloutBatch)]
 _DTYPES = {"tokens": torch.int64, "loss_masks": torch.int32}
-# Packed columns of a TrainBatch that are cut into the response tokens of each sample.
+# Key -> packed column of a TrainBatch that is split into the response tokens of each sample.
 _CUT = {
     "loss_masks": "loss_mask",
     "log_probs": "old_log_probs",
@@ -72,7 +72,7 @@ def with_train_view(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _ByKey:
-    """Reading by key; a column that the batch does not have is a missing key."""
+    """Read columns by key; a column that is None is a missing key."""
 
     __slots__ = ()
     _keys: tuple[str, ...]
@@ -104,14 +104,12 @@ class _ByKey:
 
 
 class RolloutBatchView(_ByKey, RolloutBatch):
-    """A RolloutBatch whose columns can be read and set by key; `store` keeps changes inside of them."""
+    """A RolloutBatch whose columns can be read and set by key; `store` keeps changes made in place."""
 
     __slots__ = ("_columns", "_read_values")
     _keys = (*ATTRIBUTES, *_ROLLOUT_COLUMNS)
-    _read_values: dict[str, Any]  # attribute -> what was read, before the hook could change it
-    _columns: dict[
-        str, tuple[Any, Any]
-    ]  # attribute -> its value when it was read, and what was read
+    _columns: dict[str, tuple[Any, Any]]  # attribute -> (its value, what the hook got for it)
+    _read_values: dict[str, Any]  # attribute -> a copy of what the hook got, to find changes
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> RolloutBatchView:
@@ -130,11 +128,13 @@ class RolloutBatchView(_ByKey, RolloutBatch):
     def __setitem__(self, name: str, value: Any) -> None:
         attribute = ATTRIBUTES.get(name, name)
         if attribute not in _ROLLOUT_COLUMNS:
-            raise KeyError(f"a batch takes no {name!r}; its columns are {', '.join(self._keys)}")
+            raise KeyError(
+                f"a batch has no column {name!r}; its columns are {', '.join(self._keys)}"
+            )
         setattr(self, attribute, _as_arrays(value))
 
     def store(self) -> None:
-        """Write lists and tensors that were read and changed in place back."""
+        """Write back lists and tensors that the hook changed in place."""
         for name, (value, read) in self._columns.items():
             if name not in _ROLLOUT_COLUMNS or getattr(self, name) is not value:
                 continue

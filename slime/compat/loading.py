@@ -16,7 +16,7 @@ def load_function(path: str) -> Any:
 
 
 class SingletonMeta(type):
-    """A metaclass of classes with one instance per process; later arguments are not looked at."""
+    """A metaclass of classes with one instance per process; arguments of later calls are ignored."""
 
     _instances: ClassVar[dict[type, Any]] = {}
 
@@ -33,13 +33,13 @@ def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
 
 
 def load_processor(name_or_path: str, **kwargs: Any) -> Any:
-    """Return the processor of a vision model's folder; None for a model of text alone."""
+    """Return the processor of a vision model's folder; None for a text-only model."""
     from transformers import AutoProcessor, ProcessorMixin
 
     _refuse(kwargs)
     try:
         processor = AutoProcessor.from_pretrained(name_or_path, trust_remote_code=False)
-    except (OSError, ValueError):  # the folder names none
+    except (OSError, ValueError):  # the folder has no processor
         return None
     return processor if isinstance(processor, ProcessorMixin) else None
 

@@ -1,6 +1,6 @@
 r"""`slime.rollout.rm_hub.math_dapo_utils` and `math_utils`: the graders of `--rm-grading strict`, as functions.
 
-They may be called from any thread and event loop. Those that need sympy ask a worker in the sandbox.
+They may be called from any thread and event loop. Those that need sympy use a worker process in the sandbox.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from slime.rollout.rm_hub import strict_math
 from slime.utils.http import background_loop
 
-_LOOP = "slime-graders"  # a loop of its own: a hook waits for it on the loop it runs on
+_LOOP = "slime-graders"  # a separate loop, because a hook blocks its own loop while it waits
 
 
 def compute_score(

@@ -39,13 +39,13 @@ class GenerateState(metaclass=SingletonMeta):
 
     @property
     def semaphore(self) -> asyncio.Semaphore:
-        """Return a semaphore of as many requests as the engines take, of the running event loop."""
+        """Return the running event loop's semaphore, for as many requests as the engines take."""
         loop = asyncio.get_running_loop()
         return self._semaphores.setdefault(loop, asyncio.Semaphore(self._limit))
 
     @property
     def aborted(self) -> bool:
-        """Return whether the batch is full and running requests are being ended."""
+        """Return whether the batch is full and running requests are being aborted."""
         return is_aborting()
 
 

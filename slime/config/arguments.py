@@ -54,8 +54,8 @@ class Args(OwnFlags):
     """The resolved values of a run: one attribute per flag, read-only, picklable.
 
     A flag of Megatron, SGLang or the router that was not set is None: the package's own default
-    applies. `replace` returns a changed copy. Names that are no flags are free: hooks may set them, in
-    their own process, and --custom-config-path or `parse_args(add_custom_arguments=fn)` in all of them.
+    applies. `replace` returns a changed copy. Hooks may set names that are no flags, in their own
+    process; --custom-config-path and `parse_args(add_custom_arguments=fn)` set them in all processes.
     """
 
     precision: str  # "bf16" or "fp32"
@@ -124,13 +124,15 @@ class Args(OwnFlags):
         return Args({**self.to_dict(redact=False), **values}, origins, self.warnings)
 
     def set_router(self, url: str) -> None:
-        """Set --sglang-router-ip and -port to the router or engine that came up, for hooks that post there."""
-        host, port = _place(url)
+        """Set --sglang-router-ip and -port to the running router or engine, for hooks that post to it."""
+        host, port = _host_and_port(url)
         self.__dict__.update(sglang_router_ip=host, sglang_router_port=port)
 
     def set_model_routers(self, urls: dict[str, str]) -> None:
         """Set `sglang_model_routers` to {name: (ip, port)} of each served model, for hooks."""
-        self.__dict__.update(sglang_model_routers={name: _place(url) for name, url in urls.items()})
+        self.__dict__.update(
+            sglang_model_routers={name: _host_and_port(url) for name, url in urls.items()}
+        )
 
     def to_dict(self, redact: bool = True) -> dict[str, Any]:
         """Return every value that is set, by name; without `redact` also secrets."""
@@ -187,7 +189,7 @@ def read_given(
 ) -> tuple[dict[str, Any], dict[str, Origin]]:
     """Return the values of a command line and of its --config file, and where each came from.
 
-    `own` are names of options that the caller added, which the file may have too.
+    `own` are names of options that the caller added; the file may set them too.
     """
     typed = read_command_line(argv)
     configured = read_config(typed["config"], own) if typed.get("config") else {}
@@ -218,7 +220,7 @@ def _add_custom(draft: Draft, values: dict[str, Any], where: str, origin: Origin
     """Add values that are no flags, for hooks."""
     for name, value in values.items():
         if not Args.is_free(name) or name in draft.values:
-            raise ConfigError(f"{where}: args.{name} is taken already: choose another name")
+            raise ConfigError(f"{where}: args.{name} is already taken: choose another name")
         draft.values[name] = value
         draft.origins[name] = origin
 
@@ -226,11 +228,11 @@ def _add_custom(draft: Draft, values: dict[str, Any], where: str, origin: Origin
 @functools.cache
 def _nearest_flag(name: str) -> str | None:
     """Return the flag that a name was probably meant to be; cached, since hooks call getattr(args, name, default)
-    again and again."""
+    repeatedly."""
     return nearest(name, all_flags())
 
 
-def _place(url: str) -> tuple[str, int]:
+def _host_and_port(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     if parts.port is not None:

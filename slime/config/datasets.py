@@ -1,7 +1,7 @@
 """Parse datasets: PATH@[0:100]:weight=2 on the command line, and the file of --eval-config.
 
-The file of --eval-config has settings for all datasets and for each of them. Both keys may be below
-`eval:`, and n_samples_per_eval_prompt is another name of n_samples_per_prompt:
+The file of --eval-config has settings for all datasets and for each of them. Both keys may be nested
+in `eval:`, and n_samples_per_eval_prompt is another name of n_samples_per_prompt:
 
     defaults:
       n_samples_per_prompt: 4

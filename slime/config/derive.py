@@ -27,7 +27,7 @@ from slime.core.errors import ConfigError
 
 
 def derive(draft: Draft) -> None:
-    """Fill in all derived values. Runs after single values are checked."""
+    """Fill in all derived values. Runs after the checks of single values."""
     _derive_mode(draft)
     resolve_hub_ids(draft)
     _derive_cluster(draft)
@@ -57,7 +57,7 @@ def derive(draft: Draft) -> None:
 
 
 def _groups_at_a_time(draft: Draft) -> int:
-    """Return as many groups as generation may run ahead of training without becoming too stale."""
+    """Return how many groups generation may run ahead of training without becoming too stale."""
     prompts, staleness = draft["rollout_batch_size"], draft["max_weight_staleness"]
     if not draft["rollout_function_path"].startswith(ASYNC_ROLLOUT):
         return prompts
@@ -65,7 +65,7 @@ def _groups_at_a_time(draft: Draft) -> int:
 
 
 def _derive_micro_batches(draft: Draft) -> None:
-    """Fill micro-batches by tokens unless their size is given; padded rows have no budget of tokens."""
+    """Fill micro-batches by tokens unless their size is given; padded rows have no token budget."""
     padded = draft["qkv_format"] == "bshd"
     if not padded and not any(map(draft.given, ("micro_batch_size", "use_dynamic_batch_size"))):
         draft.derive("use_dynamic_batch_size", True)
@@ -73,7 +73,7 @@ def _derive_micro_batches(draft: Draft) -> None:
         draft.derive_if_unset("max_tokens_per_gpu", _TOKENS_PER_GPU)
 
 
-_TOKENS_PER_GPU = 4096  # of a micro-batch, if no budget is given
+_TOKENS_PER_GPU = 4096  # of a micro-batch, unless --max-tokens-per-gpu is given
 _ALL_TOKENS = 2**31 - 1  # more than a micro-batch has
 
 
@@ -211,7 +211,7 @@ def _derive_lengths(draft: Draft) -> None:
     if limit is None or draft["rollout_max_response_len"] is not None:
         return
     draft.derive("rollout_max_response_len", limit - (draft["rollout_max_prompt_len"] or 1))
-    if not _needs_no_engine(draft):  # after a longer prompt less is left
+    if not _needs_no_engine(draft):  # a longer prompt leaves fewer response tokens
         draft.derive_if_unset("rollout_max_context_len", limit)
 
 
@@ -327,7 +327,7 @@ def resolve_paths(draft: Draft) -> None:
 def portable(given: dict[str, Any], run_dir: str) -> dict[str, Any]:
     """Return the values for config.yaml: valid in another folder, and for another --run-dir.
 
-    --load is omitted where it equals --save: it resumes one run and does not belong to a repetition.
+    --load is omitted where it equals --save: it resumes this run, and a repetition starts from scratch.
     """
     kept = {name: value for name, value in given.items() if name not in _resume_only(given)}
     return {name: _portable(name, value, run_dir) for name, value in kept.items()}

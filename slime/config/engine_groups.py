@@ -78,7 +78,7 @@ def models_of(args: Args) -> list[ServedModel]:
 
 
 def default_model(args: Args) -> ServedModel:
-    """Return the model that generates unless a hook names another: the first that receives weights."""
+    """Return the model that generates unless a hook names another: the first one that receives weights."""
     return next(model for model, _ in serving_groups(models_of(args)) if model.update_weights)
 
 
@@ -122,13 +122,13 @@ def _offload_values(args: Args, model: ServedModel, gpus: range) -> dict[str, An
     if args.colocate and gpus.start >= training:  # the trainer does not need its memory
         return {"offload_rollout": False}
     if args.offload_rollout and args.rollout_engine == "sglang" and not model.update_weights:
-        # SGLang drops released weights, and a frozen model is sent none.
+        # SGLang drops released weights, and a frozen model receives no update.
         return {"sglang_enable_weights_cpu_backup": True}
     return {}
 
 
 def _lora_values(args: Args, model: ServedModel) -> dict[str, Any]:
-    """Return the options of a frozen model: it is sent no adapter and so has no slots for one."""
+    """Return the options of a frozen model: it receives no adapter and so has no slots for one."""
     if model.update_weights or served_adapter(args) is None:
         return {}
     options = ("enable_lora", "max_lora_rank", "max_loras_per_batch")
@@ -151,7 +151,7 @@ def gpu_ranges(models: Sequence[ServedModel], total: int, per_engine: int) -> li
 
 
 def group_drafts(draft: Draft) -> Iterator[tuple[str, ServedModel, Draft]]:
-    """Yield for each group where it is declared, its model, and the flags with which its engines start."""
+    """Yield for each group its location in the config, its model, and the flags its engines start with."""
     option = "--sglang-config" if draft["sglang_config"] else "--prefill-num-servers"
     for model, group in serving_groups(draft["engine_models"]):
         view = draft.view()
@@ -164,7 +164,7 @@ def group_drafts(draft: Draft) -> Iterator[tuple[str, ServedModel, Draft]]:
 
 @contextmanager
 def named(where: str) -> Iterator[None]:
-    """Add to a refusal where the refused value is."""
+    """Prefix the message of a ConfigError with the location of the value."""
     try:
         yield
     except ConfigError as error:

@@ -3,8 +3,9 @@
     --hf-checkpoint Qwen/Qwen3-0.6B      the snapshot's folder in the cache
     --prompt-data openai/gsm8k           its train files; hf://datasets/openai/gsm8k/PATH names one file
 
-What is in the cache is used as it is, so that a resumed run has the same revision. Only data is downloaded:
-no Python files and no pickles. An existing local path always wins.
+A repository in the cache keeps its revision, so that a resumed run reads the same data; what the cache lacks of
+that revision is downloaded. Only data is downloaded: no Python files and no pickles. An existing local path always
+wins.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ _URL = "hf://datasets/"
 _DATA = (".parquet", ".jsonl")
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 _SPLITS = {"--prompt-data": ("train",), "--eval-prompt-data": ("test", "validation", "train")}
-_MAIN = ("main", "default", "data")  # configurations that are meant if none is named
+_MAIN = ("main", "default", "data")  # configurations to use if none is named
 _NAMED = 4  # files that a message lists
+_SHARD = re.compile(r"(.+)-([0-9]{1,6})-of-([0-9]{1,6})(.*)")  # train-00000-of-00005.parquet
+_HELD_OUT = re.compile(r"(?<![a-z])(tests?|validation|valid|val|dev|eval)(?![a-z])")
 
 
 def resolve_hub_ids(draft: Draft) -> None:
@@ -61,7 +64,7 @@ def _is_dataset(value: str) -> bool:
 
 
 def _dataset(value: str, option: str, draft: Draft) -> list[str]:
-    """Return the specs of a dataset's files, each with the rows and weight that `value` asks for."""
+    """Return the specs of a dataset's files, each with the rows and weight of `value`."""
     if not _is_dataset(value):
         return [value]
     path = DataSpec.parse(value, option).path
@@ -78,7 +81,7 @@ def _dataset(value: str, option: str, draft: Draft) -> list[str]:
         if not files[0].is_file() or not inside[0].endswith(_DATA):
             raise ConfigError(f"{option}: {path} is not a parquet or jsonl file of the dataset")
     else:
-        files = _of_split(folder, f"{owner}/{name}", option)
+        files = _of_split(folder, f"{owner}/{name}", option, draft)
     rest = value[len(path) :]
     if len(files) > 1 and (rest or option != "--prompt-data"):
         raise ConfigError(
@@ -87,8 +90,9 @@ def _dataset(value: str, option: str, draft: Draft) -> list[str]:
     return [f"{file}{rest}" for file in files]
 
 
-def _of_split(folder: Path, name: str, option: str) -> list[Path]:
+def _of_split(folder: Path, name: str, option: str, draft: Draft) -> list[Path]:
     """Return the files of the split that the option reads, all in one folder of the dataset."""
+    download = f"run `hf download {name} --repo-type dataset` on a machine with network access"
     files = sorted(file for suffix in _DATA for file in folder.rglob(f"*{suffix}"))
     for split in _SPLITS[option]:
         found = [file for file in files if split in file.name or file.parent.name == split]
@@ -96,14 +100,39 @@ def _of_split(folder: Path, name: str, option: str) -> list[Path]:
         if len(folders) > 1:
             found = [file for file in found if file.parent.name in _MAIN]
         if len({file.parent for file in found}) == 1:
+            if missing := _missing_shards(found):
+                listed = ", ".join(missing[:_NAMED]) + ", ..." * (len(missing) > _NAMED)
+                place = found[0].parent.relative_to(folder)
+                draft.lacking(
+                    f"{option} {name}: the cache lacks {len(missing)} of the files of {place} ({listed}): "
+                    f"{download}"
+                )
             return found
         if folders:
             break
     if len(files) == 1:
+        only = files[0].relative_to(folder)
+        if option == "--prompt-data" and _HELD_OUT.search(str(only).lower()):
+            draft.lacking(
+                f"{option} {name}: there is no train file, only {only}: if the cache is incomplete, "
+                f"{download}; to train on this file, give {option} {_URL}{name}/{only}"
+            )
         return files
-    raise ConfigError(
-        f"{option} {name}: it is not clear which file: {_choices(files, folder, name)}"
-    )
+    raise ConfigError(f"{option} {name}: several files match: {_choices(files, folder, name)}")
+
+
+def _missing_shards(files: list[Path]) -> list[str]:
+    """Return the names of absent files of sets such as train-00000-of-00005, numbered from 0 or from 1."""
+    sets: dict[tuple[str, str], set[int]] = {}
+    for file in files:
+        if match := _SHARD.fullmatch(file.stem):
+            sets.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    missing = []
+    for (stem, total), present in sets.items():
+        first = int(int(total) in present)
+        absent = sorted(set(range(first, first + int(total))) - present)
+        missing += [f"{stem}-{number:0{len(total)}}-of-{total}" for number in absent]
+    return missing
 
 
 def _choices(files: list[Path], folder: Path, name: str) -> str:
@@ -115,23 +144,33 @@ def _choices(files: list[Path], folder: Path, name: str) -> str:
 
 
 def _snapshot(name: str, kind: str, patterns: list[str], draft: Draft, option: str) -> Path | None:
-    """Return the folder of a repository in the cache; download it first if it is missing there."""
+    """Return the folder of a repository in the cache; download first what is missing there."""
     hub = importlib.import_module("huggingface_hub")
-    asked = {"repo_id": name, "repo_type": kind, "allow_patterns": patterns}
+    constants = importlib.import_module("huggingface_hub.constants")
+    head = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}", "refs", "main")
+    revision = head.read_text().strip() if head.is_file() else None  # the commit in the cache
+    place = {"repo_id": name, "repo_type": kind, "revision": revision}
+    request = {**place, "allow_patterns": patterns}
+    what = ""
     try:
-        return Path(hub.snapshot_download(**asked, local_files_only=True))
-    except Exception:  # it is not in the cache, or not completely
-        if draft.offline:
-            return None
+        found = Path(hub.snapshot_download(**request, local_files_only=True))
+    except Exception as error:  # it is not in the cache, or is known to be incomplete
+        found, lacks = None, re.search(r"incomplete: (.* missing \(.*?\))\.", str(error))
+        what = f"is incomplete here ({lacks[1]})" if lacks else "does not exist here"
     reason = "HF_HUB_OFFLINE is set"
-    if not hub.constants.HF_HUB_OFFLINE:
+    if not draft.offline and not constants.HF_HUB_OFFLINE:
         try:
-            print(f"{option}: downloading {name} from the Hugging Face Hub", flush=True)
-            return Path(hub.snapshot_download(**asked))
-        except Exception as error:  # whatever the network, the Hub or its client has to say
+            if found is None:
+                print(f"{option}: downloading {name} from the Hugging Face Hub", flush=True)
+            else:  # files may be missing; a download itself has no timeout if packets are dropped
+                hub.HfApi().repo_info(**place, timeout=constants.DEFAULT_ETAG_TIMEOUT)
+            return Path(hub.snapshot_download(**request))
+        except Exception as error:  # of the network, the Hub or its client
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    if found is not None or draft.offline:
+        return found
     flag = "" if kind == "model" else " --repo-type dataset"
     raise ConfigError(
-        f"{option}: {name} does not exist here, and cannot be downloaded from the Hugging Face Hub "
-        f"({reason}): where there is a network, run `hf download {name}{flag}`"
+        f"{option}: {name} {what}, and cannot be downloaded from the Hugging Face Hub "
+        f"({reason}): on a machine with network access, run `hf download {name}{flag}`"
     )

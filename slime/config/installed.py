@@ -43,7 +43,7 @@ def is_installed(package: str) -> bool:
 
 
 def _count_present() -> int:
-    """Count by the driver's files, which is fast; by nvidia-smi where the files disagree."""
+    """Count the driver's files, which is fast; run nvidia-smi if they disagree."""
     files = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     return files if files == devices else len(gpus()) or devices
@@ -52,8 +52,8 @@ def _count_present() -> int:
 @cache
 def has_package(python: str, package: str) -> bool:
     """Return whether another interpreter has a package."""
-    ask = "import importlib.util as u, sys; raise SystemExit(u.find_spec(sys.argv[1]) is None)"
-    return subprocess.run([python, "-c", ask, package]).returncode == 0
+    code = "import importlib.util as u, sys; raise SystemExit(u.find_spec(sys.argv[1]) is None)"
+    return subprocess.run([python, "-c", code, package]).returncode == 0
 
 
 @dataclass(kw_only=True, frozen=True)

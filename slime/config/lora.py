@@ -211,7 +211,7 @@ def derive_lora(draft: Draft) -> None:
         if any(map(names_experts, draft["lora_target_modules"])):
             draft.derive_if_unset("sglang_lora_target_modules", ["all", EXPERTS])
         if draft["rollout_engine"] == "sglang" and draft["offload_rollout"]:
-            # SGLang drops released weights, and is sent the adapter alone.
+            # SGLang drops released weights, and updates send the adapter alone.
             draft.derive("sglang_enable_weights_cpu_backup", True)
 
 
@@ -251,7 +251,7 @@ def check_lora(draft: Draft) -> None:
     if draft["lora_dropout"] and draft["deterministic"]:
         raise ConfigError(
             f"--lora-dropout {draft['lora_dropout']} makes the trainer's log-probs random and "
-            "--sglang-enable-deterministic-inference wants them equal to the engine's: remove one"
+            "--sglang-enable-deterministic-inference needs them equal to the engine's: remove one"
         )
     for name, why in _NOT_WITH_LORA.items():
         if draft[name]:
@@ -270,9 +270,9 @@ def check_lora(draft: Draft) -> None:
 
 
 def _serving_obstacle(draft: Draft) -> str | None:
-    """Return why engines cannot be sent the adapter alone, or None."""
+    """Return why the adapter alone cannot be sent to the engines, or None."""
     if draft["ref_load"] and draft["rollout_engine"] == "sglang":
-        return "SGLang loads the base from --hf-checkpoint and cannot be sent that of --ref-load beside an adapter"
+        return "SGLang loads the base from --hf-checkpoint and cannot receive that of --ref-load beside an adapter"
     if not draft["sglang_enable_lora"] and not draft["rollout_external"]:
         return "--no-sglang-enable-lora starts engines that serve no adapters"
     experts = any(map(names_experts, draft["lora_target_modules"]))
@@ -307,7 +307,7 @@ def refuse_other_base(
     path: str,
     flag: str = "--hf-checkpoint",
 ) -> None:
-    """Raise if the tensors of an adapter are not those that the base model takes."""
+    """Raise if names or shapes of an adapter's tensors do not match the base model."""
     differing = sorted(n for n in held.keys() | wanted.keys() if held.get(n) != wanted.get(n))
     if differing:
         name = differing[0]
@@ -325,20 +325,20 @@ def check_lora_resume(args: Args, checkpoint: Path) -> None:
     try:
         saved = json.loads(facts.read_text()).get("lora")
     except ValueError:
-        return  # the trainer's reader says that the file is damaged
+        return  # the trainer's reader reports that the file is damaged
     refuse_other_adapters(saved, LoraConfig.of(args), str(checkpoint))
 
 
 def refuse_other_adapters(
     saved: dict[str, Any] | None, config: LoraConfig | None, path: str
 ) -> None:
-    """Raise if a checkpoint's adapters differ from the run's in what decides their meaning."""
+    """Raise if a checkpoint's adapters differ from the run's in rank, scaling or sharing."""
     if saved is None and config is None:
         return
     if saved is None or config is None:
-        said = "without" if saved is None else f"with --lora-rank {saved['rank']}"
+        saved_with = "without" if saved is None else f"with --lora-rank {saved['rank']}"
         here = "has none" if config is None else f"has --lora-rank {config.rank}"
-        raise UserError(f"{path} was saved {said} adapters, this run {here}: they must agree")
+        raise UserError(f"{path} was saved {saved_with} adapters, this run {here}: they must agree")
     for name in ("rank", "alpha", "use_rslora", "experts_shared_outer"):
         value = saved.get(name, False)
         if value != getattr(config, name):

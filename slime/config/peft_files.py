@@ -37,7 +37,7 @@ _ONE_EXPERT = re.compile(r"(?P<module>.+\.experts)\.(?P<expert>[0-9]{1,6})\.(?P<
 _ALL_EXPERTS = re.compile(rf"(?P<module>.+\.experts)\.({GATE_UP}|{DOWN})")
 
 
-@lru_cache(maxsize=1 << 16)  # asked for every module of an adapter in every update
+@lru_cache(maxsize=1 << 16)  # called for every module of an adapter in every update
 def is_experts(name: str) -> bool:
     """Return whether this is a parameter that holds all experts of a layer."""
     return _ALL_EXPERTS.fullmatch(name) is not None
@@ -46,8 +46,8 @@ def is_experts(name: str) -> bool:
 def expert_shapes(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     """Return the parameters with all experts of a checkpoint, and their shapes [E, out, in].
 
-    A checkpoint has one matrix per expert, or these parameters themselves. One that holds experts in
-    another way, with biases or transposed, has none.
+    A checkpoint has one matrix per expert, or these parameters themselves. One with
+    biases or transposed experts has none.
     """
     found: dict[str, list[int]] = {}
     for name, shape in shapes.items():
@@ -77,7 +77,7 @@ def matches_experts(name: str, target: str) -> bool:
 
 
 def refuse_gate(targets: Iterable[str], modules: Iterable[str]) -> None:
-    """Raise ConfigError if these modules include the gate of a shared expert, no layer of Megatron's."""
+    """Raise ConfigError if these modules include the gate of a shared expert, which Megatron's layers lack."""
     if any(matches(module, "shared_expert_gate") for module in modules):
         raise ConfigError(
             f"--lora-target-modules {' '.join(targets)} includes shared_expert_gate, which has adapters "
@@ -119,7 +119,7 @@ def peft_modules(modules: Iterable[str]) -> dict[str, str]:
 def bound_modules(modules: Iterable[str], parameters: Sequence[str]) -> dict[str, str]:
     """Return what each module of PEFT's file adapts, the inverse of `peft_modules`.
 
-    `parameters` are PEFT's `target_parameters`: they tell which one has adapters, if one alone has.
+    `parameters` are PEFT's `target_parameters`: they tell which one has adapters, if only one has.
     """
     modules = list(modules)
     both = {m.removesuffix(f".{INNER}") for m in modules if m.endswith(f".{EXPERTS}.{INNER}")}
@@ -208,7 +208,7 @@ class PeftSettings:
     use_rslora: bool = False  # alpha / sqrt(rank) instead
     targets: (
         tuple[str, ...] | None
-    ) = ()  # None: only the tensors tell, for a pattern or some layers
+    ) = ()  # None for a pattern or selected layers: read them from the tensors
     parameters: tuple[str, ...] = ()  # of experts
 
     @property
@@ -284,7 +284,7 @@ def _refuse_other_kinds(given: dict[str, Any], modules: list[str] | None) -> Non
 
 
 def _matches_pattern(pattern: str, name: str) -> bool:
-    """As PEFT matches the keys of rank_pattern. The file is untrusted: only plain wildcards count."""
+    """Match a key of rank_pattern as PEFT does. The file is untrusted: only plain wildcards count."""
     plain = re.fullmatch(r"(\.\*\\?\.)?([\w.]+)", pattern)
     return plain is None or matches(name, plain[2])
 

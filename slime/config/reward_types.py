@@ -102,14 +102,14 @@ def needs_label(name: str | None) -> bool:
     return name is not None and REWARD_TYPES[name.removeprefix(BOXED)].needs_label
 
 
-def check_row_type(asked: Any, allowed: Iterable[str | None], where: str) -> None:
-    """Raise ConfigError if a data row asks for a reward type that the user did not name.
+def check_row_type(wanted: Any, allowed: Iterable[str | None], where: str) -> None:
+    """Raise ConfigError if a data row names a reward type that the user did not allow.
 
     Rows are downloaded: without this a row could choose which code reads the response.
     """
-    if asked in (None, "") or (isinstance(asked, str) and asked in set(allowed)):
+    if wanted in (None, "") or (isinstance(wanted, str) and wanted in set(allowed)):
         return
     raise ConfigError(
-        f"{where}: metadata['rm_type'] is {asked!r}, which is not the --rm-type of this run: remove it "
-        f"from the data, or add --allow-row-rm-types {asked}"
+        f"{where}: metadata['rm_type'] is {wanted!r}, which is not the --rm-type of this run: remove it "
+        f"from the data, or add --allow-row-rm-types {wanted}"
     )

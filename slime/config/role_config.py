@@ -32,15 +32,15 @@ _OF_ROLE = {
 _OPTIMIZER = {flag.name for flag in flags_of(Optimizer)}
 
 
-# Where a run starts: the command line has the last word, as it has when a run is resumed.
+# Where a run starts: the command line overrides the file, as when a run is resumed.
 _STARTS = ("load", "critic_load", "ref_load", "ckpt_step", "ref_ckpt_step")
 
 
 def apply_role_config(draft: Draft) -> None:
     """Set the values of the file. They replace those of the command line, which are for all models.
 
-    `critic_overrides` then holds what the critic has of its own, --critic-lr among it, and
-    `role_replaced` what the command line had, so that a repeated run reads both again.
+    `critic_overrides` then holds the critic's own values, including --critic-lr, and `role_replaced`
+    the replaced values of the command line, so that a repeated run reads both again.
     """
     path, critic, roles = draft["megatron_config_path"], {}, {}
     if path is not None and draft.need_file(path, _OPTION):
@@ -80,7 +80,7 @@ def _set(draft: Draft, name: str, value: Any) -> None:
     if draft.given(name):
         if name in _STARTS:
             if draft[name] != value:
-                draft.warn(f"{option_of(name)} {draft[name]} counts, not {value} of {_OPTION}")
+                draft.warn(f"{option_of(name)} {draft[name]} is used, not {value} of {_OPTION}")
             return
         draft["role_replaced"].setdefault(name, draft[name])
     draft.values[name], draft.origins[name] = value, "role file"

@@ -120,7 +120,7 @@ def derive_total(draft: Draft, training: int) -> None:
 
 
 def _check_colocated(draft: Draft, training: int) -> None:
-    """Refuse updated engines outside the training GPUs: weights come through memory of the same GPU."""
+    """Refuse updated engines outside the training GPUs: weights are shared through the GPU's memory."""
     models = draft["engine_models"]
     updated = [m.update_weights for m, g in serving_groups(models) for _ in range(g.num_engines)]
     for receives, gpus in zip(updated, gpu_ranges(models, 0, 1), strict=True):
@@ -162,7 +162,7 @@ def _model(row: Any, where: str, draft: Draft) -> ServedModel:
     path = str(Path(values.get("model_path", trained)).expanduser())
     same = Path(path).resolve() == Path(trained).expanduser().resolve()
     if draft.offline and not Path(path).exists() and Path(path).name == Path(trained).name:
-        path, same = trained, True  # `slime plan` has put a config.json in its place
+        path, same = trained, True  # `slime plan` replaced it by a config.json of its own
     updates = values.get("update_weights", same)
     if updates and not same:
         raise ConfigError(

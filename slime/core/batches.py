@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-if TYPE_CHECKING:  # processes that only pass records on start without torch
+if TYPE_CHECKING:  # processes that only forward records start without torch
     import torch
 
 # RolloutBatch columns by kind: one number per row, or one 1-D array per row.
@@ -94,17 +94,17 @@ class RolloutBatch:
     advantages: list[np.ndarray] | None = None  # N x [R]
     returns: list[np.ndarray] | None = None  # N x [R]
     routed_experts: list[np.ndarray] | None = None  # N x [P+R, layers, experts per token], -1: any
-    # of a batch with images, all three
+    # set together, in a batch with images
     positions: list[np.ndarray] | None = None  # N x [P+R, 3]: in time, row and column
-    images: list[np.ndarray] | None = None  # N x [images, 3]: in `pixels`, first token, tokens
-    pixels: list[Pixels] | None = None  # different images, which several rows may share
+    images: list[np.ndarray] | None = None  # N x [images, 3]: index in pixels, first token, tokens
+    pixels: list[Pixels] | None = None  # distinct images; rows may share them
     metadata: list[dict[str, Any] | None] | None = None  # Sample.train_metadata of each row
     logged: np.ndarray | None = None  # [N] int8: 1 for rows whose tokens the run folder keeps
     schedule: Schedule | None = None  # row indices of this batch by optimizer step and micro-batch
 
     @property
     def rollout_ids(self) -> np.ndarray:
-        """Return `trajectory_ids` under the name by which hooks know it."""
+        """Return `trajectory_ids` under the name that hooks use."""
         return self.trajectory_ids
 
     @rollout_ids.setter
@@ -113,7 +113,7 @@ class RolloutBatch:
 
     @property
     def executions(self) -> np.ndarray | None:
-        """Return `num_trajectories` under the name by which hooks know it."""
+        """Return `num_trajectories` under the name that hooks use."""
         return self.num_trajectories
 
     def __post_init__(self) -> None:
@@ -269,7 +269,7 @@ class TrainBatch:
 
     With context parallelism each rank holds its zigzag slice of these columns.
 
-    With images, a tower computes each different image once. For images A, B, A in packed order::
+    With images, the vision tower computes each distinct image once. For images A, B, A in packed order::
 
         pixel_values = patches of A, then of B
         image_grids  = [[1, 4, 8], [1, 2, 2]]
@@ -288,9 +288,7 @@ class TrainBatch:
     prompt_lens: list[int]
     response_lens: list[int]
     num_trajectories: int = 1  # in the optimizer step, on all ranks
-    dummy: bool = (
-        False  # repeats a row with weight 0, so that all ranks run equally many micro-batches
-    )
+    dummy: bool = False  # repeats a row with weight 0, see Schedule
     advantages: torch.Tensor | None = None  # [T]
     returns: torch.Tensor | None = None  # [T]
     values: torch.Tensor | None = None  # [T]
@@ -304,9 +302,9 @@ class TrainBatch:
     mrope_positions: torch.Tensor | None = None  # [T, 3] int64: in time, row and column
     image_mask: torch.Tensor | None = None  # [T] bool: tokens that are replaced by image features
     pixel_values: torch.Tensor | None = None  # [patches, values of a patch] float32
-    image_grids: torch.Tensor | None = None  # [different images, 3] int64
-    image_keys: list[str] | None = None  # hashes of the different images
-    image_order: list[int] | None = None  # of each image in packed order: its row of image_grids
+    image_grids: torch.Tensor | None = None  # [distinct images, 3] int64
+    image_keys: list[str] | None = None  # hashes of the distinct images
+    image_order: list[int] | None = None  # row of image_grids for each image in packed order
 
     def as_dummy(self) -> TrainBatch:
         zeros = self.loss_mask * 0
@@ -355,7 +353,7 @@ Gather = Callable[[object], list]  # all-gather of one object per rank
 
 
 def add_up(parts: Iterable[Sums]) -> dict[str, MetricSum]:
-    """Sum each metric over parts (micro-batches, steps, ranks), of which some may lack it."""
+    """Sum each metric over parts (micro-batches, steps, ranks); a part may lack some metrics."""
     totals: dict[str, MetricSum] = {}
     for part in parts:
         for name, value in part.items():

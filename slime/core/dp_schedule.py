@@ -133,7 +133,7 @@ def trained_rows(schedule: Schedule | None, num_rows: int) -> list[int]:
 
 @dataclass(kw_only=True, frozen=True)
 class _Limits:
-    """Limits of one micro-batch: a number of tokens or, where that is None, of rows."""
+    """Limits of one micro-batch: `max_tokens`, or `max_rows` if that is None."""
 
     max_rows: int
     max_tokens: int | None
@@ -207,7 +207,7 @@ def _fit(
 def _spread(
     by_length: list[int], lens: list[int], limits: _Limits, count: int
 ) -> list[MicroBatch] | None:
-    """Assign each row, longest first, to the smallest of `count` micro-batches; None if one is too big."""
+    """Assign each row, longest first, to the smallest of `count` micro-batches; None if one exceeds the limits."""
     micro_batches: list[MicroBatch] = [[] for _ in range(count)]
     heap = [(0, number) for number in range(count)]
     for row in by_length:

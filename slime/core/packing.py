@@ -1,4 +1,4 @@
-"""Pack rows of a RolloutBatch into one TrainBatch, and unpack values of it into rows.
+"""Pack rows of a RolloutBatch into one TrainBatch, and unpack packed columns into rows.
 
 With context parallelism of size C each row is padded to a multiple of 2*C and split into 2*C chunks;
 rank r holds chunks r and 2*C-1-r of every row, so that under causal attention all ranks have the
@@ -139,7 +139,7 @@ def _experts(batch: RolloutBatch, rows: list[int], layout: _Layout) -> torch.Ten
 
 
 def _images(batch: RolloutBatch, rows: list[int], layout: _Layout) -> dict[str, Any]:
-    """Return the columns of images; those of pixels only if one of the rows has an image."""
+    """Return the image columns, with pixels only if one of the rows has an image."""
     if batch.positions is None or batch.images is None or batch.pixels is None:
         return {}
     positions = np.zeros((layout.total, 3), np.int64)
@@ -154,8 +154,8 @@ def _images(batch: RolloutBatch, rows: list[int], layout: _Layout) -> dict[str, 
     row_starts = np.repeat(layout.starts, [len(row) for row in images])
     mask = np.zeros(layout.total, np.bool_)
     mask[_ranges(row_starts + first, count)] = True
-    different, order = np.unique(index, return_inverse=True)
-    pixels = [batch.pixels[i] for i in different]
+    distinct, order = np.unique(index, return_inverse=True)
+    pixels = [batch.pixels[i] for i in distinct]
     return {
         **columns,
         "image_mask": layout.local(mask),

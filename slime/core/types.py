@@ -68,21 +68,21 @@ class Sample:
     messages: list[dict[str, Any]] = field(default_factory=list)  # the prompt, never rendered
     label: Any = None  # the row's value of --label-key
     metadata: dict[str, Any] = field(default_factory=dict)  # --metadata-key, and what hooks add
-    session_id: str | None = None  # requests with the same one go to the same engine
+    session_id: str | None = None  # requests with equal ids go to the same engine
     generate_function_path: str | None = None  # in place of --custom-generate-function-path
     custom_rm_path: str | None = None  # in place of the flag of this name
     multimodal_inputs: dict[str, Any] | None = None  # {"images": bytes of each file, in order}
     # set by generation
-    tokens: list[int] = field(default_factory=list)  # of prompt and response, the end token too
+    tokens: list[int] = field(default_factory=list)  # prompt and response, including the end token
     response: str = ""  # text of the response, without the token that ended it
-    response_length: int = 0  # in tokens, those of tools included
+    response_length: int = 0  # in tokens, including tool output
     loss_mask: list[int] | None = None  # None: every response token is trained on
     rollout_log_probs: list[float] | None = None  # [R], from the engine
     rollout_routed_experts: np.ndarray | None = None  # [tokens - 1, layers, experts per token]
     weight_versions: list[int] = field(default_factory=list)  # [R]
     status: Status = Status.PENDING  # how generation ended
     # set by scoring and filtering
-    reward: float | dict[str, Any] | None = None  # of a dictionary, --reward-key is trained on
+    reward: float | dict[str, Any] | None = None  # a number, or a dictionary with --reward-key
     teacher_log_probs: list[float] | None = None  # [R], for distillation
     remove_sample: bool = False  # counts in statistics, has weight 0 in training
     train_metadata: dict[str, Any] | None = None  # becomes RolloutBatch.metadata
@@ -96,7 +96,7 @@ class Sample:
 
     @property
     def image_files(self) -> list[bytes]:
-        """Return the images in the order of their places in the tokens."""
+        """Return the image files in token order."""
         return (self.multimodal_inputs or {}).get("images") or []
 
     @property
@@ -118,9 +118,9 @@ class Sample:
         """Add tokens to the response, keeping tokens, loss mask, log-probs and versions aligned.
 
         Tokens that the model did not generate (tool output) are `trainable=False`; their log-probs
-        default to 0. `meta_info` is that of an engine's reply: it sets the status and the versions,
-        with `args` and --use-rollout-routing-replay the experts, and tokens and log-probs that are
-        not given. `text` is added to `response`.
+        default to 0. `meta_info`, from an engine's reply, sets the status, the weight versions, and tokens
+        and log-probs that are not given; with `args` and --use-rollout-routing-replay also the routed
+        experts. `text` is added to `response`.
         """
         if meta_info is not None:
             entries = meta_info.get("output_token_logprobs") or []
@@ -136,7 +136,7 @@ class Sample:
             self._read_finish(args, meta_info)
 
     def append_images(self, images: list[bytes]) -> None:
-        """Add images whose tokens are appended to the response; a sample that is restarted loses them."""
+        """Add images whose tokens are appended to the response; `restart` removes them again."""
         inputs = self.multimodal_inputs or {}
         later = inputs.get("response_images", 0) + len(images)
         files = [*self.image_files, *images]
@@ -188,7 +188,7 @@ class Sample:
     def get_reward_value(self, key: str | Any | None) -> float:
         """Return the scalar reward: `reward` itself, or `reward[key]` if it is a dictionary.
 
-        Instead of the key, `args` may be given, whose --reward-key is then used.
+        `key` may also be `args`, whose --reward-key is then used.
         """
         if key is not None and not isinstance(key, str):
             key = key.reward_key
@@ -205,7 +205,7 @@ class Sample:
 
     @property
     def reward_components(self) -> dict[str, float]:
-        """Return the finite numbers of a dictionary reward, at most 64; none of a plain number."""
+        """Return the finite numbers of a dictionary reward, at most 64; empty for a plain number."""
         parts = self.reward if isinstance(self.reward, dict) else {}
         numbers = {
             str(k): float(v) for k, v in parts.items() if isinstance(v, int | float | np.number)
@@ -221,7 +221,7 @@ class Sample:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Sample:
-        """Return the sample of a record; keys that are no fields become attributes of it."""
+        """Return the sample of a record; other keys become attributes."""
         names = {f.name for f in fields(cls)}
         sample = cls(**{name: value for name, value in record.items() if name in names})
         sample.status = Status(sample.status)
@@ -232,21 +232,21 @@ class Sample:
 
 
 def as_messages(prompt: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a prompt that is a text as the message of a user."""
+    """Return the prompt as messages: a text becomes one user message."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _copied(value: Any, depth: int = 100) -> Any:
     """Copy lists and dictionaries; other objects that a hook stores, such as a connection, are shared.
 
-    What a data row nests over `depth` deep is shared too, instead of exceeding the stack.
+    Values nested deeper than `depth` are shared too, instead of overflowing the stack.
     """
     if depth and isinstance(value, dict):
         return {key: _copied(inner, depth - 1) for key, inner in value.items()}
     return [_copied(x, depth - 1) for x in value] if depth and isinstance(value, list) else value
 
 
-# How an engine ended a response.
+# The engine's finish reason -> status.
 _FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
 

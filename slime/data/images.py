@@ -1,12 +1,12 @@
-"""Images of prompts: reading them, and the tokens, pixels and positions that a vision model makes of them.
+"""Read images of prompts, and make the tokens, pixels and MRoPE positions of a vision model from them.
 
 An image is kept as the bytes of its file. The tokenizer writes one placeholder per image, which is
-repeated once per token of the image. An image of 4 x 8 patches, of which 2 x 2 become one token:
+repeated once per token of the image. An image of 4 x 8 patches, where each 2 x 2 become one token:
 
     tokens     7 [start] [image] [image] ... (8 of them) [end] 9
     positions  text counts on: 0, 1, then (2, 2..3, 2..5) in time, row and column, then 6, 7
 
-Text behind an image continues after its largest row or column, not after its number of tokens.
+Text after an image continues at the position after its largest row or column.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = ["ImageProcessor", "Pixels", "content_hash", "load_image_processor", "
 
 MAX_BYTES = 32 << 20  # of one image file
 MAX_PIXELS = 1 << 26  # of one image before it is resized
-_MAX_SCANS = 32  # of a progressive JPEG; each goes over all pixels
+_MAX_SCANS = 32  # of a progressive JPEG; each updates all pixels
 _MAX_CHUNKS = 1 << 15  # of a PNG
 _IMAGE_PARTS = ("image", "image_url")  # types of a message's parts
 _MARK = "<image>"  # in a prompt whose images are in a column
-_STARTS = {b"\x89PNG": "png", b"\xff\xd8": "jpeg"}
+_MAGIC_BYTES = {b"\x89PNG": "png", b"\xff\xd8": "jpeg"}
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _THUMBNAIL = 160  # pixels of its longer side
-_ORIENTATION = 0x0112  # EXIF tag: how a camera was held
+_ORIENTATION = 0x0112  # EXIF tag: rotation of the camera
 _CACHED_BYTES = 1 << 30  # of pixels that a process keeps
 
 
@@ -49,8 +49,8 @@ def read_image(source: Any, folder: Path, allowed: str | None = None) -> bytes:
     """Return the bytes of an image that a row gives: bytes, a data URI, or a path below `folder`
     or `allowed`.
 
-    Parquet files of Hugging Face store {"bytes": ..., "path": ...}. Images turned by their camera are
-    stored upright, because not every reader turns them.
+    Parquet files of Hugging Face store {"bytes": ..., "path": ...}. An EXIF rotation is applied to
+    the pixels, because not every reader applies it.
     """
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path")
@@ -70,9 +70,7 @@ def read_image(source: Any, folder: Path, allowed: str | None = None) -> bytes:
         upright = io.BytesIO()
         ImageOps.exif_transpose(image).save(upright, "PNG")
         return upright.getvalue()
-    except (
-        Exception
-    ):  # broken EXIF of an image that can be decoded: it does not tell how it was turned
+    except Exception:  # broken EXIF of an image that can be decoded: use it without rotation
         return source
 
 
@@ -86,6 +84,8 @@ def take_images(
     """
     given = column if isinstance(column, list) else [] if column is None else [column]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not all(isinstance(message, dict) for message in messages):
+        raise UserError("a prompt is a text or a list of messages with role and content")
     rest, found = iter(given), []
     converted = [_with_parts(message, rest, found, marked=bool(given)) for message in messages]
     left = len(list(rest))
@@ -111,7 +111,7 @@ def has_images(prompt: str | list[dict[str, Any]]) -> bool:
 def _with_parts(
     message: dict[str, Any], rest: Iterator[Any], found: list[Any], *, marked: bool
 ) -> dict[str, Any]:
-    """Return the message with parts {"type": "image"}; what they show is appended to `found`."""
+    """Return the message with parts {"type": "image"}; their sources are appended to `found`."""
     content = message.get("content")
     if isinstance(content, str):
         texts = content.split(_MARK) if marked else [content]
@@ -139,7 +139,7 @@ def _with_parts(
 
 
 def part_source(part: dict[str, Any]) -> Any:
-    """Return what {"type": "image", "image": ...} or {"type": "image_url", ...} of a message shows."""
+    """Return the source of a part {"type": "image", "image": ...} or {"type": "image_url", ...}."""
     source = part.get("image")
     if source is None:
         source = part.get("image_url")
@@ -163,10 +163,10 @@ def _from_file(text: str, folder: Path, allowed: str | None) -> bytes:
         raise UserError(
             f"{text[:80]!r}: images are not downloaded; give a path, bytes or a data URI"
         )
-    path = Path(os.path.normpath(folder / text))
+    path = Path(os.path.abspath(folder / text))
     roots = (folder, *((Path(allowed),) if allowed else ()))
-    if not any(path.is_relative_to(os.path.normpath(root)) for root in roots):
-        raise UserError(  # rows come from anywhere
+    if not any(path.is_relative_to(os.path.abspath(root)) for root in roots):
+        raise UserError(  # rows are untrusted
             f"the image {text[:80]!r} is not below {folder}, the folder of the data file: move it, or add "
             f"--allowed-local-media-path {path.parent}"
         )
@@ -178,7 +178,7 @@ def _from_file(text: str, folder: Path, allowed: str | None) -> bytes:
 
 
 def open_image(data: bytes) -> Any:
-    """Return the decoded PIL image; raise UserError for what is broken, too large or no still image."""
+    """Return the decoded PIL image; raise UserError if it is broken, too large or animated."""
     try:
         from PIL import Image
     except ImportError:
@@ -205,7 +205,7 @@ def open_image(data: bytes) -> Any:
 
 
 def _check_parts(data: bytes) -> None:
-    """Refuse a JPEG or PNG of very many parts: each costs time, however few bytes it has."""
+    """Refuse a JPEG with too many scans or a PNG with too many chunks: small files can take long to decode."""
     count, most = 0, _MAX_CHUNKS
     if data.startswith(b"\xff\xd8"):
         count, most = data.count(b"\xff\xda"), _MAX_SCANS
@@ -215,11 +215,11 @@ def _check_parts(data: bytes) -> None:
             at += 12 + int.from_bytes(data[at : at + 4], "big")
             count += 1
     if count > most:
-        raise UserError(f"an image of over {most} parts, scans of a JPEG or chunks of a PNG")
+        raise UserError(f"an image of over {most} scans (JPEG) or chunks (PNG)")
 
 
 def given_tokens(sample: Sample) -> list[int]:
-    """Return the tokens with -1 for generated ones: a placeholder that the model writes is no image."""
+    """Return the tokens with -1 for generated ones, where a placeholder stands for no image."""
     start = len(sample.tokens) - sample.response_length
     mask = sample.loss_mask or [1] * sample.response_length
     response = zip(sample.tokens[start:], mask, strict=True)
@@ -246,7 +246,7 @@ def wrote_placeholder(sample: Sample, path: str) -> bool:
 
 
 def thumbnail(data: bytes) -> bytes:
-    """Return a small PNG for people to look at, of pixels alone: nothing of the file itself is kept."""
+    """Return a small PNG of the pixels alone, without metadata of the file."""
     image = open_image(data).convert("RGB")
     image.thumbnail((_THUMBNAIL, _THUMBNAIL))
     file = io.BytesIO()
@@ -255,8 +255,8 @@ def thumbnail(data: bytes) -> bytes:
 
 
 def data_uri(data: bytes) -> str:
-    """Return an image as data:image/png;base64,... , by what its bytes begin with."""
-    kind = next((kind for start, kind in _STARTS.items() if data.startswith(start)), "webp")
+    """Return an image as data:image/png;base64,... , with the type of its magic bytes."""
+    kind = next((kind for start, kind in _MAGIC_BYTES.items() if data.startswith(start)), "webp")
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
@@ -284,7 +284,7 @@ class ImageProcessor:
         from transformers import AutoImageProcessor
 
         try:
-            # Not torchvision's, which rounds otherwise: the pixels are the same on every machine.
+            # Not torchvision's, which rounds differently: the pixels are the same on every machine.
             self._hf: Any = AutoImageProcessor.from_pretrained(
                 path, backend="pil", trust_remote_code=False
             )
@@ -329,8 +329,8 @@ class ImageProcessor:
         grids = iter([self.pixels(data).grid for data in images])
         return [
             token
-            for one in tokens
-            for token in [one] * (self.num_tokens(next(grids)) if one == self.image_token else 1)
+            for old in tokens
+            for token in [old] * (self.num_tokens(next(grids)) if old == self.image_token else 1)
         ]
 
     def expand_masked(
@@ -348,22 +348,24 @@ class ImageProcessor:
         return expanded, np.repeat(np.asarray(mask, np.int8), repeats).tolist()
 
     def places(self, tokens: list[int], grids: list[tuple[int, int, int]]) -> list[int]:
-        """Return where in the expanded tokens each image begins."""
+        """Return the index of each image's first token in the expanded tokens."""
         starts, at = [], 0
         for grid in grids:
             count = self.num_tokens(grid)
             try:
                 start = tokens.index(self.image_token, at)
             except ValueError:
-                raise UserError(f"{len(grids)} images for fewer places in the tokens") from None
+                raise UserError(
+                    f"{len(grids)} images but fewer image placeholders in the tokens"
+                ) from None
             if any(token != self.image_token for token in tokens[start : start + count]):
-                raise UserError(f"an image of {count} tokens with fewer of them in the tokens")
+                raise UserError(f"an image of {count} tokens has fewer placeholders in the tokens")
             starts.append(start)
             at = start + count
         return starts
 
     def collapse(self, tokens: list[int], given: list[int], images: list[bytes]) -> list[int]:
-        """Return the tokens with one placeholder per image, as SGLang takes them; `given` is as for `places`."""
+        """Return the tokens with one placeholder per image, as SGLang takes them; `given` is from `given_tokens`."""
         grids = [self.pixels(data).grid for data in images]
         parts, at = [], 0
         for grid, start in zip(grids, self.places(given, grids), strict=True):

@@ -87,7 +87,7 @@ def render_after_answer(
 
 
 def check_template_kwargs(tokenizer: PreTrainedTokenizerBase, given: dict[str, Any]) -> None:
-    """Raise ApiError for a key of `chat_template_kwargs` that is no variable of the model's template.
+    """Raise ApiError for a key of `chat_template_kwargs` that is not a variable of the template.
 
     The parameters of `apply_chat_template` itself would let the client replace the template, which is a
     program, and the names of special tokens would let it write them.
@@ -259,7 +259,7 @@ def _cannot_separate(texts: list[str]) -> ApiError:
 
 @lru_cache(maxsize=16)
 def _variables(template: str) -> frozenset[str]:
-    """Return the names that the template reads and does not set."""
+    """Return the names that the template reads but does not set."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,

@@ -31,9 +31,9 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str, id_prefix: str) -> tuple[str, list[ToolCall]]:
-    """Return the text without its calls, and the calls; one that is not JSON stays in the text.
+    """Return the text without its calls, and the calls; a call that is not JSON stays in the text.
 
-    The marks are found with `str.find`, so that the time is linear in the text: a regular expression
+    The tags are found with `str.find`, so that the time is linear in the text: a regular expression
     backtracks over the newlines that degenerate policies repeat up to the length limit.
     """
     calls: list[ToolCall] = []
@@ -190,7 +190,7 @@ def completion_log_probs(tokens: list[TokenLogProb], position: int = 0) -> dict[
 
 
 def _by_token(entry: TokenLogProb) -> dict[str, float]:
-    """Return the most likely tokens and, as OpenAI has it, the sampled one; of equal texts the most likely."""
+    """Return the most likely tokens and, as OpenAI does, the sampled one; equal texts keep the higher log-prob."""
     rows = sorted([*entry.top, entry], key=lambda row: row.log_prob)
     return {row.token: row.log_prob for row in rows}
 

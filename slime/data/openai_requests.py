@@ -10,7 +10,7 @@ from typing import Any
 
 Message = dict[str, Any]  # role, content, tool_calls, tool_call_id, name: the client's JSON
 
-# name here -> name of the engines' sampling parameter
+# OpenAI's name -> the engines' sampling parameter
 _SAMPLING = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -30,7 +30,7 @@ _SAMPLING = {
     "regex": "regex",
     "json_schema": "json_schema",
 }
-_MOST_TOP_LOG_PROBS = 20
+_MAX_TOP_LOG_PROBS = 20
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # Parameters that raise an error rather than being ignored.
 _REFUSED = (
@@ -139,7 +139,7 @@ def parse_completion(body: Any) -> CompletionRequest:
 def plain_message(message: Message, urls: list[str] | None = None) -> Message:
     """Return the message with its text parts joined and without empty fields.
 
-    The URLs of its images are appended to `urls`, and {"type": "image"} is left; None: it may have none.
+    Image parts become {"type": "image"} and their URLs are appended to `urls`; None: no images allowed.
     """
     content = message.get("content")
     if content is not None and not isinstance(content, str | list):
@@ -189,7 +189,8 @@ def _parse_common(body: Any, *, log_probs: Callable[[Any], bool]) -> dict[str, A
     for name in _REFUSED:
         if body.get(name) not in (None, False, 0, "", [], {}, 1 if name == "best_of" else None):
             raise ApiError(f"`{name}` is not supported")
-    max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
+    limits = (body.get("max_completion_tokens"), body.get("max_tokens"))
+    max_tokens = next((limit for limit in limits if limit is not None), None)
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise ApiError("`max_tokens` must be an integer above 0")
     lora_path = body.get("lora_path")
@@ -201,7 +202,9 @@ def _parse_common(body: Any, *, log_probs: Callable[[Any], bool]) -> dict[str, A
     return {
         "model": str(body.get("model") or ""),
         "sampling": {
-            ours: body[name] for name, ours in _SAMPLING.items() if body.get(name) is not None
+            parameter: body[name]
+            for name, parameter in _SAMPLING.items()
+            if body.get(name) is not None
         }
         | _constraint(body.get("response_format")),
         "max_tokens": max_tokens,
@@ -232,8 +235,8 @@ def _top_log_probs(body: dict[str, Any], name: str) -> int:
     count = body.get(name)
     if count is None or isinstance(count, bool):
         return 0
-    if type(count) is not int or not 0 <= count <= _MOST_TOP_LOG_PROBS:
-        raise ApiError(f"`{name}` must be an integer from 0 to {_MOST_TOP_LOG_PROBS}")
+    if type(count) is not int or not 0 <= count <= _MAX_TOP_LOG_PROBS:
+        raise ApiError(f"`{name}` must be an integer from 0 to {_MAX_TOP_LOG_PROBS}")
     return count
 
 

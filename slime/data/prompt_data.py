@@ -7,7 +7,9 @@ twice per epoch), or `reasoning-gym:<task>`. Errors name the file, the line and 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -50,9 +52,7 @@ class DataFormat:
     max_prompt_len: int | None = None
     max_prompt_flag: str = "--rollout-max-prompt-len"
     label_needed_by: str | None = None  # e.g. "--rm-type math": rows without a label are refused
-    row_rm_types: tuple[str, ...] | None = (
-        None  # what metadata["rm_type"] of a row may be; None: any
-    )
+    row_rm_types: tuple[str, ...] | None = None  # allowed in metadata["rm_type"]; None: any
     data_flag: str = "--prompt-data"
     input_flag: str = "--input-key"
     label_flag: str = "--label-key"
@@ -68,11 +68,11 @@ class PromptDataset:
         data_format: DataFormat,
         num_filtered: int = 0,
         weight: float = 1.0,
-        folder: Path = Path(),  # of the data, which paths of images are relative to
+        folder: Path = Path(),  # image paths are relative to it
     ) -> None:
         self.samples = samples
         self._image_folders = folder, data_format.media_path
-        self._read: tuple[int, list[bytes]] = (-1, [])  # a row and its images
+        self._last_images: tuple[int, list[bytes]] = (-1, [])  # a row and its images
         self.num_filtered = num_filtered
         self.weight = weight
         self._tokenizer = tokenizer
@@ -87,10 +87,10 @@ class PromptDataset:
         Samples made one after another share the bytes of the row's images.
         """
         template = self.samples[row]
-        if template.image_files and self._read[0] != row:
+        if template.image_files and self._last_images[0] != row:
             files = [read_image(file, *self._image_folders) for file in template.image_files]
-            self._read = (row, files)
-        images = self._read[1] if template.image_files else []
+            self._last_images = (row, files)
+        images = self._last_images[1] if template.image_files else []
         if not template.tokens and isinstance(template.prompt, str) and self._tokenizer is not None:
             template.tokens = encode_prompt(
                 self._tokenizer, template.prompt, rendered=self._format.apply_chat_template
@@ -196,9 +196,7 @@ def read_rows(path: str, flag: str = "--prompt-data") -> Iterator[_Row]:
     elif file.suffix in (".jsonl", ".json"):
         yield from _read_jsonl(file)
     else:
-        raise ConfigError(
-            f"{flag}: {path}: expected a .jsonl or .parquet file, not {file.suffix!r}"
-        )
+        raise ConfigError(f"{flag}: {path}: expected .jsonl or .parquet, not {file.suffix!r}")
 
 
 def _hub_hint(path: str) -> str:
@@ -225,8 +223,11 @@ def _read_jsonl(file: Path) -> Iterator[_Row]:
                 continue
             where = f"{file}:{number}"
             try:
-                row = orjson.loads(line.removeprefix(BOM_UTF8) if number == 1 else line)
-            except orjson.JSONDecodeError as error:
+                line = line.removeprefix(BOM_UTF8) if number == 1 else line
+                row = orjson.loads(line)
+                if re.search(rb"\d{19}", line):  # orjson reads integers above 64 bits as floats
+                    row = json.loads(line)
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"{where}: not valid JSON: {error}; each line must be one JSON object, in UTF-8"
                 ) from None
@@ -324,9 +325,8 @@ def _missing_label(row: dict[str, Any], data_format: DataFormat) -> str:
 def _metadata(row: dict[str, Any], where: str, data_format: DataFormat) -> dict[str, Any]:
     metadata = _unpacked(row.get(data_format.metadata_key) or {})
     if not isinstance(metadata, dict):
-        raise ConfigError(
-            f"{where}: {data_format.metadata_key!r} must be an object (--metadata-key names the key)"
-        )
+        key = data_format.metadata_key
+        raise ConfigError(f"{where}: {key!r} must be an object (--metadata-key names the key)")
     tools = _unpacked(row.get(data_format.tool_key) or [])
     if not isinstance(tools, list):
         raise ConfigError(

@@ -86,9 +86,9 @@ def _qwen_pieces(render: _Renderer, messages: list[Message]) -> list[Piece]:
     for message in messages:
         if message["role"] != "assistant":
             # Skip the content first, because it may contain the header.
-            for said in _texts_of(message):
-                found = text.find(said, cursor)
-                cursor = found + len(said) if found >= 0 else cursor
+            for part in _texts_of(message):
+                found = text.find(part, cursor)
+                cursor = found + len(part) if found >= 0 else cursor
             continue
         begin = text.find(_IM_HEADER, cursor)
         if begin < 0:
@@ -97,7 +97,7 @@ def _qwen_pieces(render: _Renderer, messages: list[Message]) -> list[Piece]:
         content = _text_of(message)
         inside = text.find(content, begin)
         if inside < 0 or _IM_END in text[begin:inside]:
-            raise _drift(message, "qwen3")
+            raise _changed_by_template(message, "qwen3")
         cursor = text.find(_IM_END, inside + len(content)) + len(_IM_END)
         _check_kept(message, text[begin:cursor], "qwen3")
         pieces += [(text[start:begin], False), (text[begin:cursor], True)]
@@ -133,24 +133,33 @@ def _qwen3_pieces(render: _Renderer, messages: list[Message]) -> list[Piece]:
 def _distill_pieces(render: _Renderer, messages: list[Message]) -> list[Piece]:
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     prompt = render(messages[:last], prompt=True)
-    content = str(messages[last]["content"])
+    message = messages[last]
+    if message.get("tool_calls") or message.get("reasoning_content"):
+        raise UserError(
+            "--loss-mask-type distill_qwen trains on the content of the last message, which has tool_calls or "
+            "reasoning_content beside it: use --loss-mask-type qwen3, or write them into the content"
+        )
+    content = message.get("content") or ""
+    content = (
+        content if isinstance(content, str) else "".join(str(p.get("text", "")) for p in content)
+    )
     opened = prompt.rsplit(_DISTILL_HEADER, 1)[-1]  # some templates open the thinking themselves
     return [(prompt, False), (content.removeprefix(opened) + render.eos, True)]
 
 
 def _check_kept(message: Message, rendered: str, instead: str | None = None) -> None:
     """Raise unless the message is rendered unchanged; a template may drop thinking or rewrite content."""
-    said = [_text_of(message), str(message.get("reasoning_content") or "").strip()]
-    if any(part not in rendered for part in said):
-        raise _drift(message, instead)
+    parts = [_text_of(message), str(message.get("reasoning_content") or "").strip()]
+    if any(part not in rendered for part in parts):
+        raise _changed_by_template(message, instead)
 
 
-def _drift(message: Message, instead: str | None) -> UserError:
-    said = _text_of(message) or str(message.get("reasoning_content"))
+def _changed_by_template(message: Message, instead: str | None) -> UserError:
+    text = _text_of(message) or str(message.get("reasoning_content"))
     advice = f": use --loss-mask-type {instead}, or fix the data" if instead else ": fix the data"
     return UserError(
         "the chat template changes an assistant message, so that training on it would teach something "
-        f"else ({said[:60]!r}){advice}"
+        f"else ({text[:60]!r}){advice}"
     )
 
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _HOOK_FIELDS = ("messages", "metadata", "train_metadata", "reward", "multimodal_inputs")
 _FIELDS = {field.name for field in fields(Sample)}
 _IMAGES = "_images"  # in the first record of a group: its images by hash
-# Columns that have another key in files, the same in all versions.
+# Column -> its key in files, which must not change between versions.
 _KEYS = {"num_trajectories": "executions", "trajectory_ids": "rollout_ids"}
 
 
@@ -56,7 +56,7 @@ def _decode_group(records: list[dict[str, Any]]) -> Group:
 
 
 def _image_files(samples: list[Sample]) -> dict[str, bytes]:
-    """Return the different images of the samples by their hashes, which stand for them in records."""
+    """Return the distinct images of the samples by their hashes, which replace them in records."""
     return {content_hash(file): file for sample in samples for file in sample.image_files}
 
 
@@ -127,8 +127,8 @@ def _per_token(versions: list[Any], count: int) -> list[int]:
 def save_train_data(template: str | None, rollout_id: int, rank: int, batch: RolloutBatch) -> None:
     """Write one file per rank; `{rollout_id}` and `{rank}` in the template are replaced.
 
-    A dictionary of columns for `torch.load(path, weights_only=True)`: a tensor where there is one number
-    per row, a list of tensors where there is one per token, and the schedule of the steps.
+    The file is a dictionary for `torch.load(path, weights_only=True)`: a tensor per column of one number
+    per row, a list of tensors per column of one number per token, and the schedule of the steps.
     """
     if template is None:
         return
@@ -173,7 +173,7 @@ def _plain_record(sample: Sample) -> dict[str, Any]:
     for name in _HOOK_FIELDS:
         if record[name]:
             record[name] = _as_json(record[name], f"sample.{name}")
-    for name in record.keys() - _FIELDS:  # attributes that hooks added; others make theirs again
+    for name in record.keys() - _FIELDS:  # attributes that hooks added: keep only JSON values
         if not _is_json(record[name]):
             del record[name]
     return record
@@ -188,14 +188,17 @@ def _is_json(value: Any) -> bool:
 
 
 def _as_json(value: Any, where: str) -> Any:
-    """Convert to JSON data; values that are not serializable are stored as text, so that saving never fails."""
+    """Convert to JSON data; values of types that it does not have are stored as text."""
 
     def as_text(part: Any) -> str:
         logger.warning("%s contains a %s, which is stored as text", where, type(part).__name__)
         return repr(part)
 
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-    return orjson.loads(orjson.dumps(value, default=as_text, option=options))
+    try:
+        return orjson.loads(orjson.dumps(value, default=as_text, option=options))
+    except TypeError:  # integers above 64 bits, lone surrogates, cycles
+        return as_text(value)
 
 
 def _encode(sample: Sample) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, rendered: bo
 
 
 def token_texts(path: str, ids: list[int]) -> list[str]:
-    """Return the text of each token alone; a part of a character is shown as the vocabulary spells it."""
+    """Decode each token alone; an incomplete UTF-8 character is shown as in the vocabulary."""
     tokenizer = load_tokenizer(path)
     texts = [str(tokenizer.decode([number])) for number in ids]
     return [
@@ -168,7 +168,7 @@ def refuse_other_vocabulary(path: str, other: str, flag: str) -> None:
     if differing:
         raise ConfigError(
             f"{flag} {other} has another vocabulary than --hf-checkpoint: {differing[0]!r} is token "
-            f"{theirs.get(differing[0])} there and {ours.get(differing[0])} here; choose one with the same"
+            f"{theirs.get(differing[0])} there and {ours.get(differing[0])} here; choose a model with the same"
         )
 
 

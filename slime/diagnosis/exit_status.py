@@ -21,8 +21,8 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 def run_command(work: Callable[[], int]) -> int:
     """Return the status of `work`, or print its error and return an exit status.
 
-    A user's mistake and a full disk are one paragraph, anything else is a traceback; the text of
-    `add_advice` comes last.
+    A UserError and a full disk are printed as one paragraph, all other errors as a traceback; the text
+    of `add_advice` comes last.
     """
     try:
         return work()
@@ -30,7 +30,7 @@ def run_command(work: Callable[[], int]) -> int:
         say("slime: interrupted")
         return 130
     except UserError as error:
-        # One raised in an actor arrives inside Ray's wrapper, whose text is a traceback.
+        # Ray wraps an error raised in an actor; the text of its wrapper is a traceback.
         say(_with_advice(f"slime: {getattr(error, 'cause', error)}", error))
         return error.exit_status
     except Exception as error:
@@ -44,7 +44,7 @@ def run_command(work: Callable[[], int]) -> int:
 
 
 def add_advice(error: BaseException, advice: str) -> None:
-    """Have `run_command` print this after the error."""
+    """Make `run_command` print this after the error."""
     notes = getattr(error, "__notes__", [])
     vars(error)["__notes__"] = [*notes, advice]  # what add_note() of Python 3.11 does
 
@@ -61,14 +61,14 @@ def _with_advice(text: str, error: BaseException) -> str:
 
 
 class Terminated(Exception):
-    """A signal requested a stop during work that may be dropped."""
+    """A signal requested a stop during work that may be aborted."""
 
 
 class StopSignal:
     """Records SIGTERM, SIGHUP or Ctrl-C; raises Terminated only inside `interruptible()`.
 
-    Generation and evaluation are dropped at once, because the checkpoint holds the state before them. A
-    training step is finished first: the loop reads `received` after it. A second Ctrl-C does not wait.
+    Generation and evaluation are aborted immediately, because the checkpoint holds the state before them.
+    A training step is finished first: the loop reads `received` after it. A second Ctrl-C does not wait.
     `then` tells the user what happens next.
     """
 
@@ -77,13 +77,13 @@ class StopSignal:
         self._notify, self._then = notify, then
         self._interruptible = False
         self._failure: str | None = None
-        self._drop_work = False
+        self._abort_work = False
         self._old: dict[int, Any] = {}
 
     def install(self) -> None:
         """Install the handlers; call it after connecting to Ray, whose own handler exits the process."""
         numbers = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as set by nohup
             numbers.append(signal.SIGHUP)
         self._old = {n: signal.signal(n, self._on_signal) for n in numbers}
 
@@ -102,9 +102,9 @@ class StopSignal:
     def fail(self, reason: str, *, at_once: bool) -> None:
         """Stop the run as a signal would, because of `reason`; callable from any thread.
 
-        `at_once` also drops a training step, whose processes are lost.
+        `at_once` also aborts a training step, whose processes are lost.
         """
-        self._failure, self._drop_work = reason, at_once
+        self._failure, self._abort_work = reason, at_once
         os.kill(os.getpid(), signal.SIGTERM)
 
     def restore(self) -> None:
@@ -112,7 +112,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._drop_work or (self.received and number == signal.SIGINT):
+        if self._abort_work or (self.received and number == signal.SIGINT):
             raise KeyboardInterrupt
         if self.received:
             return

@@ -1,8 +1,8 @@
-"""Checks of --ci-test: end a run whose numbers a correct run does not have.
+"""Checks of --ci-test: end a run with numbers that a correct run cannot have.
 
-engine against trainer   the mean distance of their log-probs of the same tokens
-KL to the reference      0 in the first step of a run, where the actor has the reference's weights
-norm of the gradient     that of another run, with another layout, on the same rollouts
+engine against trainer   the mean absolute difference of their log-probs of the same tokens
+KL to the reference      0 in the first step of a run, when the actor has the reference's weights
+norm of the gradient     equal to that of another run, with another layout, on the same rollouts
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAME_NORM = 0.05
 
 
 def check_numbers(args: Args, rollout_id: int, metrics: Mapping[str, float]) -> None:
-    """Raise UserError if a number of this rollout fails a check; a metric that is absent passes."""
+    """Raise UserError if a number of this rollout fails a check; a missing metric passes."""
     gap, limit = metrics.get(_GAP, 0.0), args.ci_train_rollout_logprob_abs_diff_threshold
     if not gap <= limit:
         raise _failed(

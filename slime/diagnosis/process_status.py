@@ -2,11 +2,11 @@
 
     with in_phase("train"):                    on any thread; phases nest
         ...
-    serve_status()                             once per process; a thread of its own answers
+    serve_status()                             once per process; a separate thread answers
     query_status(pid)                          from another process of the same user
 
-A process that waits inside a C++ collective answers, for the wait releases the GIL. One that holds the
-GIL does not; its stack then comes from a signal handler that needs no GIL.
+A process that waits inside a C++ collective answers, because the wait releases the GIL. For a process that
+holds the GIL, the stack comes from a signal handler that needs no GIL.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _THREAD = "status-server"
 _DUMP = "slime-stack"  # an anonymous file that the signal handler writes to
 _DUMPED_LINES = 40
 _DUMP_S = 3.0
-_LONGEST_REPLY = 4 * 1024**2  # bytes
+_MAX_REPLY = 4 * 1024**2  # bytes
 _REPLY_S = 5.0
 _phases: dict[int, list[tuple[str, float]]] = {}  # by thread: name, since when
 
@@ -120,12 +120,12 @@ def _serve(listener: socket.socket) -> None:
 
 
 def query_status(pid: int, timeout_s: float = 5.0) -> ProcessStatus | str:
-    """Return the status of a process on this node, or a sentence why it is unknown."""
+    """Return the status of a process on this node, or a sentence with the reason why it is unknown."""
     state = process_state(pid)
     if state in ("", "Z"):
         return "has ended"
     if state in ("T", "t"):
-        return f"is stopped (kill -CONT {pid} lets it go on)"
+        return f"is stopped (kill -CONT {pid} continues it)"
     try:
         return _parse(_request(pid, timeout_s))
     except (OSError, ValueError):
@@ -136,7 +136,7 @@ def query_status(pid: int, timeout_s: float = 5.0) -> ProcessStatus | str:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's state letter: R runs, S sleeps, D waits for a device, T is stopped; '' is gone."""
+    """Return the kernel's state letter: R running, S sleeping, D waiting for a device, T stopped; '' if gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -152,7 +152,7 @@ def _request(pid: int, timeout_s: float) -> str:
         deadline, reply = time.monotonic() + timeout_s, bytearray()
         while part := connection.recv(65536):
             reply += part
-            if len(reply) > _LONGEST_REPLY or time.monotonic() > deadline:
+            if len(reply) > _MAX_REPLY or time.monotonic() > deadline:
                 raise OSError(f"the status of pid {pid} does not end")
         return reply.decode()
 
@@ -214,7 +214,7 @@ def _groups() -> list[GroupCount]:
 
 
 def _address(pid: int) -> str:
-    """Return the socket's name in the abstract namespace, where no file is left behind."""
+    """Return the socket's name in the abstract namespace, which leaves no file behind."""
     return f"\0slime-status-{pid}"
 
 

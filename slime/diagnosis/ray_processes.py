@@ -1,8 +1,8 @@
-"""A Ray that this run started: its processes, watched by pid and killed by session, and its folder.
+"""A Ray that this run started: its processes, monitored by pid and killed by session, and its folder.
 
-    driver ──pipe──▶ keeper (a process of its own, standard library only)
-      one line per process that Ray's start makes, each the leader of a session of its own
-      end of file: the driver has stopped Ray, or is gone for any reason. The keeper kills what is left of
+    driver ──pipe──▶ keeper (a separate process, standard library only)
+      one line per process that starts with Ray, each the leader of its own session
+      end of file: the driver has stopped Ray, or has died. The keeper kills the remaining processes of
       those sessions and removes Ray's folder.
 
 The raylet starts Ray's agents and workers, which stay in its session. Without the keeper some of them
@@ -29,19 +29,19 @@ from pathlib import Path
 from slime.config.env import child_env, read_env
 
 _ROOT = Path(__file__).resolve().parents[2]
-_GRACE_S = 0.5  # for processes that exit by themselves once the raylet is gone
+_GRACE_S = 0.5  # for processes that exit on their own once the raylet is gone
 _LIMIT_S = 20.0
 _POLL_S = 0.02
 _PREFIX = "slime-ray-"
 # A socket's path may have 107 bytes. Below this folder Ray needs up to 68:
 # /ray/session_2026-11-16_09-56-42_172399_4194304/sockets/plasma_store
-_LONGEST = 107 - 68
-_YOUNG_S = 60.0  # its creator may not have locked a newer one yet
+_MAX_PARENT = 107 - 68
+_YOUNG_S = 60.0  # the creator of a newer folder may not have locked it yet
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayProcess:
-    """A process and the leader of its session; `started` tells it from a later one with its pid."""
+    """A process and the leader of its session; `started` distinguishes it from a later process with the same pid."""
 
     name: str  # "gcs_server", "raylet"
     pid: int
@@ -70,7 +70,7 @@ def session_members(leaders: list[RayProcess]) -> list[int]:
 
 
 def end_sessions(leaders: list[RayProcess], grace_s: float = _GRACE_S) -> None:
-    """Return once no process of these sessions is left; after `grace_s` they are killed."""
+    """Return once these sessions have no process left; after `grace_s` kill them."""
     began = time.monotonic()
     while (members := session_members(leaders)) and time.monotonic() - began < _LIMIT_S:
         if time.monotonic() - began >= grace_s:
@@ -81,7 +81,7 @@ def end_sessions(leaders: list[RayProcess], grace_s: float = _GRACE_S) -> None:
 
 
 class Keeper:
-    """Kills Ray's processes and removes its folder after `close`, or when this process is gone."""
+    """Kills Ray's processes and removes its folder after `close`, or when this process has died."""
 
     def __init__(self, folder: Path):
         self.processes: list[RayProcess] = []
@@ -135,7 +135,7 @@ def _read_stat(pid: int) -> _Stat | None:
 
 
 def _is_reused(leader: RayProcess) -> bool:
-    """Return whether another process has the pid by now: then none of the session is left."""
+    """Return whether another process has the pid now: then the session is empty."""
     stat = _read_stat(leader.pid)
     return stat is not None and stat.started != leader.started
 
@@ -174,7 +174,7 @@ class PrivateFolder:
 def remove_stale_folders(parent: Path) -> None:
     """Remove this user's folders whose runs were killed together with their keepers."""
     for path in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # removed meanwhile, or another user's
+        with suppress(OSError):  # already removed, or another user's
             handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 status = os.fstat(handle)
@@ -188,7 +188,7 @@ def remove_stale_folders(parent: Path) -> None:
 def _parent() -> Path:
     """Return TMPDIR if a socket's path fits below it, else /tmp."""
     chosen = Path(tempfile.gettempdir())
-    fits = len(os.fsencode(chosen)) + len(f"/{_PREFIX}12345678") <= _LONGEST
+    fits = len(os.fsencode(chosen)) + len(f"/{_PREFIX}12345678") <= _MAX_PARENT
     return chosen if fits else Path("/tmp")
 
 

@@ -1,14 +1,14 @@
-"""Prints the exit reason of a driver that could not print it itself: it was killed, or ended by Ray.
+"""Print the exit reason of a driver that could not print it itself: it was killed, or Ray ended it.
 
-    driver ──pipe──▶ monitor (a process of its own, standard library only)
+    driver ──pipe──▶ monitor (a separate process, standard library only)
        "bye"           the run reports its end itself: the monitor prints nothing
-       end of file     the driver is gone: the monitor prints why, and how to resume, to stderr
+       end of file     the driver has died: the monitor prints why, and how to resume, to stderr
 
 Ray ends a driver without an exception once its node's raylet is gone, or the head has not answered for
 RAY_gcs_rpc_server_reconnect_timeout_s. It does not notice that the head's host is off or unreachable, because
-no connection is closed then: `HeadWatch` probes the head's port and exits the process. Where the run started
-Ray itself, Ray's processes end with the driver, so the monitor polls them while the driver lives: the one that
-was gone before the driver is the reason.
+no connection is closed then: `HeadWatch` probes the head's port and exits the process. If the run started
+Ray itself, Ray's processes end with the driver, so the monitor polls them while the driver lives: a process
+that died before the driver is the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _BYE = b"bye\n"
 _SHOW_CURSOR = "\x1b[?25h"  # hidden by the driver's live display
-_REASON_PROBES = 3  # one that fails means that the head is going away
+_REASON_PROBES = 3  # one failure means that the head is going away
 _POLL_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
 _HEAD_PROBES = 6  # within Ray's own timeout
@@ -46,7 +46,7 @@ TITLES = {"gcs_server": "Ray's GCS", "raylet": "Ray's raylet"}
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What the monitor knows about the run."""
+    """What the monitor needs to explain the end of a run."""
 
     pid: int  # of the driver
     host: str  # its address
@@ -80,9 +80,9 @@ def died(process: RayProcess) -> str:
 
 
 def exit_reason(facts: RunFacts, first: RayProcess | None) -> str:
-    """Return why the driver is gone, as far as can be seen from outside, and how to resume.
+    """Return why the driver died, as far as other processes can see, and how to resume.
 
-    `first` is the process of the run's own Ray that was gone before the driver.
+    `first` is the process of the run's own Ray that died before the driver.
     """
     driver = f"the driver (pid {facts.pid} on {facts.host})"
     advice = how_to_continue(facts.save, facts.load)
@@ -137,7 +137,7 @@ def main() -> None:
 def _wait_for_driver(
     driver: RayProcess, own_ray: list[RayProcess]
 ) -> tuple[bytes, RayProcess | None]:
-    """Return the driver's message once it closes the pipe, and the process of Ray's that was gone before.
+    """Return the driver's message once it closes the pipe, and the process of Ray that died before.
 
     The kernel kills Ray's processes with the driver's main thread, some time before its last thread is
     gone and the pipe is closed.
@@ -190,7 +190,7 @@ class HeadWatch:
             "Ray's head at %s has not answered for %.0f s: exiting", self._address, timeout
         )
         if not self._stopped.is_set():
-            os._exit(1)  # the other threads wait for replies that will not come
+            os._exit(1)  # all other threads wait for replies that will not come
 
 
 class ProcessWatch:

@@ -1,11 +1,11 @@
-"""The deadline of each phase (--phase-timeout-minutes), and which process the others wait for when it passes.
+"""The deadline of each phase (--phase-timeout-minutes), and which process is late when it passes.
 
 Ranks 0 to 3, of which 3 sleeps in a hook, with TP groups {0,1} {2,3} and DP groups {0,2} {1,3}:
 
     group {2,3}: rank 2 has begun 8 collectives, rank 3 only 7      2 waits for 3
     group {0,2}: rank 0 has begun 5, rank 2 only 4                  0 waits for 2
 
-Rank 3 is waited for and waits for nobody: it is the late one.
+Another rank waits for rank 3, which waits for none: rank 3 is late.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COLLECTIVES = ("torch/distributed/", "megatron/core/tensor_parallel/mappings")
 
 @dataclass(kw_only=True, frozen=True)
 class MemberStatus:
-    """The status of a process of the run, or a sentence why it is unknown."""
+    """The status of a process of the run, or a sentence with the reason why it is unknown."""
 
     label: str  # "trainer rank 2"
     place: str  # "pid 4711 on 10.0.0.2"
@@ -34,7 +34,7 @@ class MemberStatus:
 
 
 def late_members(members: list[MemberStatus]) -> list[MemberStatus]:
-    """Return those that the others wait for: without a status, else behind in a collective."""
+    """Return the processes that all others wait for: without a status, else behind in a collective."""
     unknown = [member for member in members if isinstance(member.status, str)]
     if unknown:
         return unknown
@@ -50,7 +50,7 @@ def late_members(members: list[MemberStatus]) -> list[MemberStatus]:
 
 
 def describe(members: list[MemberStatus]) -> str:
-    """Return phase, call and stack of every process; last, who the others wait for."""
+    """Return phase, call and stack of every process; last, the late processes."""
     blocks = [_block(member) for member in members]
     late = late_members(members)
     if late:
@@ -64,7 +64,7 @@ def _block(member: MemberStatus) -> str:
     if isinstance(member.status, str):
         return f"{head} {member.status}"
     if member.failed:
-        return f"{head} gave up: {member.failed}"
+        return f"{head} failed: {member.failed}"
     if not member.status.work:
         return f"{head} is idle"
     lines = []
@@ -77,7 +77,7 @@ def _block(member: MemberStatus) -> str:
 
 
 def _waits_for(ranks: list[MemberStatus]) -> dict[int | None, set[int]]:
-    """Return by rank those that have begun fewer collectives in a group that both are members of."""
+    """Return for each rank the ranks that have begun fewer collectives in a common group."""
     counts: dict[tuple[str, tuple[int, ...]], dict[int, int]] = {}
     for member in ranks:
         assert member.rank is not None
@@ -101,7 +101,7 @@ def _status(member: MemberStatus) -> ProcessStatus:
 
 
 class PhaseDeadline:
-    """Knows the current phase, when it began and how long it may take."""
+    """The current phase, its start and its timeout."""
 
     def __init__(self, args: Args):
         self.limits = phase_timeouts(args.phase_timeout_minutes)  # seconds, by phase
@@ -110,7 +110,7 @@ class PhaseDeadline:
 
     @contextmanager
     def enter(self, name: str) -> Iterator[None]:
-        """Run the clock of a phase; one inside another counts as a part of it."""
+        """Start the timeout of a phase; a nested phase counts as a part of the outer one."""
         if self.phase is not None or name not in self.limits:
             yield
             return

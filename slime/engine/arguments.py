@@ -20,7 +20,7 @@ class EngineArgs:
     tokenizer_path: str | None = None  # default: model_path
     skip_tokenizer_init: bool = False  # token ids only, no text in or out
     trust_remote_code: bool = False
-    load_format: str = "auto"  # "dummy": random weights from the config alone
+    load_format: str = "auto"  # "dummy": random weights for the config
     dtype: str = "auto"
     device: str | None = None
     served_model_name: str | None = None
@@ -29,7 +29,7 @@ class EngineArgs:
     host: str = "127.0.0.1"
     port: int = 30000
     port_file: str | None = None
-    api_key: str | None = field(default=None, repr=False)  # of every route
+    api_key: str | None = field(default=None, repr=False)  # required by every route
     max_running_requests: int | None = None
     max_total_tokens: int | None = None
     mem_fraction_static: float | None = None
@@ -44,7 +44,7 @@ class EngineArgs:
     enable_lora: bool = False  # adapters can be loaded later; the options below imply it
     lora_paths: tuple[tuple[str, str], ...] = ()  # (name, PEFT folder)
     max_lora_rank: int | None = None
-    max_loras_per_batch: int = 8  # slots: adapters that are loaded at a time
+    max_loras_per_batch: int = 8  # adapter slots: how many adapters can be loaded at once
     lora_target_modules: tuple[str, ...] = ()  # empty: every linear layer that takes adapters
     log_level: str = "info"
 
@@ -122,7 +122,7 @@ def parse_engine_args(argv: list[str] | None = None) -> EngineArgs:
 
 
 def _lora_paths(given: list[str]) -> tuple[tuple[str, str], ...]:
-    """Parse NAME=FOLDER; a folder alone is its own name, as in SGLang."""
+    """Parse NAME=FOLDER; without NAME the folder is the name, as in SGLang."""
     pairs = [part.split("=", 1) if "=" in part else [part, part] for part in given]
     if not all(name and folder for name, folder in pairs):
         raise ConfigError("--lora-path: write NAME=FOLDER")
@@ -193,29 +193,29 @@ _OPTIONS: dict[str, dict[str, dict]] = {
         },
         "speculative_num_draft_tokens": {
             "type": int,
-            "help": "tokens of a request in one forward, the newest and its draft; default 12",
+            "help": "tokens per request and forward: the newest token and its draft; default 12",
         },
-        "random_seed": {"type": int, "help": "seed of requests without one"},
+        "random_seed": {"type": int, "help": "seed for requests without `sampling_seed`"},
     },
     "LoRA adapters": {
-        "enable_lora": {**_SWITCH, "help": "adapters can be loaded; those below imply it"},
+        "enable_lora": {**_SWITCH, "help": "allow loading adapters; implied by the options below"},
         "lora_paths": {
             "nargs": "+",
             "metavar": "NAME=FOLDER",
-            "help": "adapters to load at the start: folders in PEFT's format",
+            "help": "adapters to load at startup: folders in PEFT's format",
         },
         "max_lora_rank": {
             "type": int,
-            "help": "rank of the slots; default: the largest of --lora-path, 64 without",
+            "help": "largest adapter rank; default: that of --lora-path, or 64",
         },
         "max_loras_per_batch": {
             "type": int,
-            "help": "adapters loaded at a time, each in a slot of device memory; default 8",
+            "help": "adapters loaded at once, each in a slot of device memory; default 8",
         },
         "lora_target_modules": {
             "nargs": "+",
             "metavar": "NAME",
-            "help": "linear layers that get slots, such as q_proj; default: all of them; `experts` must be named",
+            "help": "linear layers that take adapters, such as q_proj; default: all but `experts`",
         },
     },
 }

@@ -37,8 +37,8 @@ UpdateListener = Callable[[list[Request]], None]
 
 
 class Engine:
-    """`on_update` is called in the engine thread with requests that finished or, if streaming, grew;
-    `on_failure` when the loop ended with an error, after which the engine cannot be used."""
+    """`on_update` is called in the engine thread with requests that finished, or that stream and have new
+    tokens; `on_failure` when the loop ended with an error: the engine cannot be used after that."""
 
     def __init__(
         self, args: EngineArgs, on_update: UpdateListener, on_failure: Callable[[], None]
@@ -73,8 +73,7 @@ class Engine:
         self._on_failure = on_failure
         self._random = random.Random(args.random_seed)
         self._wake = threading.Condition()
-        # (whether all launched steps must be read first, command)
-        self._commands: deque[tuple[bool, Callable[[], None]]] = deque()
+        self._commands: deque[tuple[bool, Callable[[], None]]] = deque()  # (after_steps, command)
         self._pending_steps: deque[PendingStep] = deque()  # not read yet, oldest first
         self._exclusive: deque[Callable[[], None]] = deque()
         self._held_back: deque[Request] = deque()  # arrived while an exclusive call waits
@@ -89,23 +88,23 @@ class Engine:
     ) -> Engine:
         """Construct an engine and run it, both in one new thread; return once the model is loaded.
 
-        In one thread because OpenMP keeps a thread team per thread that ever computed: with more OpenMP
-        threads than cores they sleep between operations instead of spinning.
+        One thread, because OpenMP keeps a thread team for every thread that has computed, and teams with
+        more threads than cores sleep between operations instead of spinning.
         """
-        made: Future[Engine] = Future()
+        loaded: Future[Engine] = Future()
 
         def run_thread() -> None:
             try:
                 engine = cls(args, on_update, on_failure)
             except BaseException as error:
-                made.set_exception(error)
+                loaded.set_exception(error)
                 return
-            made.set_result(engine)
+            loaded.set_result(engine)
             engine.run()
 
         thread = threading.Thread(target=run_thread, name="engine", daemon=True)
         thread.start()
-        engine = made.result()
+        engine = loaded.result()
         engine._thread = thread
         return engine
 
@@ -126,7 +125,7 @@ class Engine:
         return self.lora.find(name)
 
     def version_of(self, request: Request) -> str:
-        """Return the version of the weights that the request is computed with: its adapter's, or the base's."""
+        """Return the weight version of the request: that of its adapter, or of the base model."""
         return self.weight_version if request.adapter is None else request.adapter.version
 
     def new_seed(self) -> int:
@@ -135,11 +134,13 @@ class Engine:
     def submit(self, requests: list[Request]) -> None:
         self._enqueue(lambda: self._accept(requests), after_steps=False)
 
-    def call(self, function: Callable[[], T], *, exclusive: bool = False) -> Future[T]:
-        """Run `function` in the engine thread between two steps.
+    def call(
+        self, function: Callable[[], T], *, exclusive: bool = False, after_steps: bool = True
+    ) -> Future[T]:
+        """Run `function` in the engine thread between two steps, see `_enqueue` for `after_steps`.
 
-        Exclusive calls run when no request is in flight; requests that arrive meanwhile are held back. While
-        generation is paused, or memory is released, they run at once.
+        Exclusive calls wait until no request is in flight; new requests are held back until they have run.
+        If generation is paused or memory is released, they do not wait.
         """
         future: Future[T] = Future()
 
@@ -157,7 +158,7 @@ class Engine:
         if exclusive:
             self._enqueue(lambda: self._exclusive.append(run), after_steps=False)
         else:
-            self._enqueue(run, after_steps=True)
+            self._enqueue(run, after_steps=after_steps)
         return future
 
     def _enqueue(self, command: Callable[[], None], *, after_steps: bool) -> None:
@@ -196,17 +197,17 @@ class Engine:
         running = [request for request in self.scheduler.running if matches(request)]
         queued = {request: None for request in self.scheduler.waiting if matches(request)}
         queued |= {request: None for request in self._held_back if matches(request)}
-        victims = [*running, *queued]
-        for request in victims:
+        aborted = [*running, *queued]
+        for request in aborted:
             request.finish = FinishReason(kind="abort", message="Aborted")
         for request in running:
             self._finish(request)
         if queued:  # all at once: removing one from a deque is linear in its length
             self.scheduler.drop_waiting(queued.keys())
             self._held_back = deque(request for request in self._held_back if request not in queued)
-        if victims:
-            self._on_update(victims)
-        return len(victims)
+        if aborted:
+            self._on_update(aborted)
+        return len(aborted)
 
     def pause(self, mode: str) -> None:
         if mode == "abort":
@@ -233,12 +234,10 @@ class Engine:
         self.weights.tower_changed = False
 
     def unload_adapter(self, name: str) -> None:
-        """Free the slot of an adapter that no request uses; those that arrive later are refused."""
+        """Free the slot of an adapter that no request uses; later requests for it are refused."""
         adapter = self.find_adapter(name)
-        users = sum(
-            request.adapter is adapter
-            for request in (*self.scheduler.running, *self.scheduler.waiting)
-        )
+        requests = (*self.scheduler.running, *self.scheduler.waiting)
+        users = sum(request.adapter is adapter for request in requests)
         if users:
             raise RequestError(f"{users} requests use adapter {name!r}: abort them first")
         assert self.lora is not None
@@ -332,7 +331,7 @@ class Engine:
             self._add(request)
 
     def _add(self, request: Request) -> None:
-        """Queue a request, unless its adapter was unloaded on the way."""
+        """Queue a request; abort it if its adapter was unloaded since it was parsed."""
         adapter = request.adapter
         if adapter is not None and (
             self.lora is None or self.lora.adapters.get(adapter.name) is not adapter

@@ -89,7 +89,7 @@ _CPU_CACHE_BYTES = 2 << 30
 _DEFAULT_RUNNING = 256
 _DEFAULT_FRACTION = 0.85
 _DEFAULT_CHUNK = {"cpu": 2048, "cuda": 8192}
-_STATE_SHARE = 0.9 / 1.9  # of the memory for both is for recurrent states, as in SGLang
+_STATE_SHARE = 0.9 / 1.9  # recurrent states' share of the cache memory, as in SGLang
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +100,11 @@ class Sizes:
     max_pages_per_request: int
     max_running: int
     chunk_size: int
-    num_saved_states: int = 0  # at nodes of the prefix cache, of models with recurrent layers
+    num_saved_states: int = 0  # recurrent states that the prefix cache can hold
 
 
 def choose_sizes(args: EngineArgs, runner: ModelRunner) -> Sizes:
-    """Take the sizes from the options, or use as much memory as the device has free."""
+    """Take the sizes from the options, or use the free memory of the device."""
     element = torch.empty(0, dtype=runner.dtype).element_size()
     page_bytes = sum(layer.elements for layer in runner.layers.values()) * element * args.page_size
     pages_per_request = -(-(runner.context_len + 1) // args.page_size)
@@ -115,6 +115,8 @@ def choose_sizes(args: EngineArgs, runner: ModelRunner) -> Sizes:
     if runner.state_shape is not None:
         state_bytes = runner.state_shape.nbytes(runner.dtype)
         max_running, num_saved = count_states(args, budget, state_bytes)
+        # Besides one page of the KV cache and the padding row.
+        _check_states_fit(max_running, int((budget - page_bytes) // state_bytes) - 1)
         budget -= (max_running + 1 + num_saved) * state_bytes
     num_pages = int(budget // page_bytes)
     if args.max_total_tokens is not None:
@@ -136,7 +138,7 @@ def _cache_bytes(args: EngineArgs, device: torch.device) -> float:
     """Return the memory for the KV cache and recurrent states."""
     if device.type != "cuda":
         return _CPU_CACHE_BYTES
-    torch.cuda.empty_cache()  # of weights that were fused after they were loaded
+    torch.cuda.empty_cache()  # frees the originals of fused weights
     free, total = torch.cuda.mem_get_info(device)
     return free - total * (1 - (args.mem_fraction_static or _DEFAULT_FRACTION))
 
@@ -152,6 +154,16 @@ def count_states(args: EngineArgs, budget: float, state_bytes: int) -> tuple[int
     if args.disable_radix_cache:
         return running, 0
     return running, min(max(rows - running, 0), running)
+
+
+def _check_states_fit(max_running: int, fitting: int) -> None:
+    if fitting < 1:
+        raise UserError("no memory is left for recurrent states; raise --mem-fraction-static")
+    if max_running > fitting:
+        raise UserError(
+            f"--max-running-requests {max_running}: memory is left for the recurrent states of {fitting} "
+            "requests; lower it, or raise --mem-fraction-static on a GPU"
+        )
 
 
 class MemoryReleaser:
@@ -178,7 +190,7 @@ class MemoryReleaser:
             self._move(self._runner.device)
 
     def _move(self, device: torch.device) -> None:
-        """Move all tensors; parameter objects, tied weights and views into shared storage stay what they are."""
+        """Move all tensors in place: parameter objects, tied weights and shared storage are preserved."""
         model = self._runner.model
         moved: dict[int, torch.Tensor] = {}  # by address of their storage
         for tensor in [*model.parameters(), *model.buffers()]:

@@ -85,10 +85,6 @@ class StatePool:
         self._free = list(reversed(rows))
         self._nodes: OrderedDict[int, _Node] = OrderedDict()  # by row, least recently used first
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
     def take(self) -> int | None:
         """Return a row to write to; None if running requests hold them all."""
         if self._free:
@@ -119,7 +115,7 @@ class StatePool:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """What the prefix cache has for a request.
+    """The cached prefix of a request.
 
     Three pages of its tokens are cached, and the state after the second was saved in row 9::
 
@@ -127,14 +123,12 @@ class Prefix:
     """
 
     pages: list[int]
-    state: int | None = (
-        None  # row of the saved state after these pages; None without recurrent layers
-    )
-    seen: list[int] = field(default_factory=list)  # those behind the last saved state included
+    state: int | None = None  # row of the saved state after these pages
+    seen: list[int] = field(default_factory=list)  # also the pages after the saved state
 
 
 class RadixCache:
-    """Finds the pages that already hold a prefix, and evicts the least recently used when asked.
+    """Finds the cached pages of a prefix, and evicts the least recently used ones.
 
     A node is one full page; the path to it is the prefix before it, so equal pages after different prefixes
     are different nodes. A request that holds a page also holds those before it, so evictable nodes always
@@ -147,9 +141,7 @@ class RadixCache:
         self._root = _Node(page=0, parent=None, key=())
         self._clock = itertools.count(1)
         self._size = 0
-        self.epoch = (
-            0  # incremented by `clear`; pages filled in an earlier epoch must not be inserted
-        )
+        self.epoch = 0  # incremented by `clear`; pages of earlier epochs must not be inserted
 
     def __len__(self) -> int:
         return self._size
@@ -180,7 +172,7 @@ class RadixCache:
         return Prefix(pages=pages[:num_usable], state=state, seen=pages)
 
     def attach_state(self, token_ids: list[int], count: int, row: int, adapter: int = 0) -> bool:
-        """Keep a saved state after the first `count` tokens, whole pages; return whether it is new there."""
+        """Attach a saved state after the first `count` tokens (whole pages); return whether it was attached."""
         node = self._node_after(token_ids, count, adapter)
         if self._states is None or node is None or node.state is not None:
             return False
@@ -212,9 +204,9 @@ class RadixCache:
     ) -> None:
         """Insert `pages`, which hold the first `num_computed` tokens; only full pages are kept.
 
-        Where the tree already has a page for the same tokens, that one stays and the given page is left to
-        its request. While the request is `in_use`, insertion stops there: the request does not hold the page
-        in the tree, which would count as evictable while its descendants are not.
+        If the tree already has a page for the same tokens, it keeps that page, and the given one stays with
+        its request. With `in_use` insertion stops there: the request does not hold the page in the tree,
+        which would count as evictable while its descendants are not.
         """
         node, now = self._root, next(self._clock)
         for key, page in zip(self._keys(token_ids, num_computed, adapter), pages, strict=False):
@@ -261,7 +253,7 @@ class RadixCache:
             self._states.detach(node)
 
     def _keys(self, token_ids: list[int], limit: int, adapter: int) -> Iterator[tuple[int, ...]]:
-        """Yield the key of each full page: its tokens, in the first page after the number of the adapter."""
+        """Yield the key of each full page: its tokens; the first key starts with the adapter's number, if any."""
         size = self._pool.page_size
         for start in range(0, limit - size + 1, size):
             key = tuple(token_ids[start : start + size])

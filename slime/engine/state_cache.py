@@ -2,9 +2,9 @@
 
     rows    0 .. max_running - 1     running requests
             max_running              the padding row
-            behind it                states at nodes of the prefix cache
+            after it                 states at nodes of the prefix cache
 
-A state is the input of all tokens before it in fixed size, so unlike keys and values it cannot be cut: a
+A state summarizes all tokens before it in a fixed size and, unlike keys and values, cannot be truncated: a
 prefix can be reused only up to a token after which the state was saved.
 """
 

@@ -1,4 +1,4 @@
-"""Weight updates in place: from disk, from shared memory or CUDA IPC, over a process group."""
+"""In-place weight updates: from disk, from shared memory or CUDA IPC, over a process group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slime.weights.checksum import tensor_checksums
 from slime.weights.ipc import ImportedBuffers, finish_reading
 from slime.weights.process_group import destroy_side_group, init_side_group
 
-_NOT_SERVED = ("mtp.", TOWER)  # MTP layers, and the tower beside a model that is served without it
+_NOT_SERVED = ("mtp.", TOWER)  # MTP layers, and the vision tower of a model loaded as text-only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class WeightStore:
         self._stored = stored_names(model_path, self._model_type) if has_names else StoredNames()
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._weights: dict[str, torch.Tensor] = {}  # by module name; released memory keeps them
-        self._kept: _Views | None = None  # while a session is open
+        self._cached_views: _Views | None = None  # while a session is open
         self._imported = ImportedBuffers()
         self.session_open = False
         self.tower_changed = False  # since its reader set it to False
@@ -83,7 +83,7 @@ class WeightStore:
 
     def invalidate(self) -> None:
         """Drop the views of the weights, which would keep their memory from being released."""
-        self._kept = None
+        self._cached_views = None
 
     def require_session(self, route: str) -> None:
         if not self.session_open:
@@ -94,7 +94,7 @@ class WeightStore:
     def update_from_disk(self, model_path: str) -> None:
         """Load every parameter from a checkpoint folder; nothing is written unless all shapes match.
 
-        A folder without a vision tower has the language half alone.
+        A checkpoint without vision tower weights updates only the language model.
         """
         try:
             self._read_folder(model_path)
@@ -102,15 +102,17 @@ class WeightStore:
             raise RequestError(f"the weights in {model_path} cannot be read: {error}") from error
 
     def _read_folder(self, model_path: str) -> None:
-        kept = self._views()
-        views, places = kept.by_name, _find_tensors(Path(model_path))
-        with_tower = any(in_tower(name) for name in places)
+        cached = self._views()
+        views, files = cached.by_name, _find_tensors(Path(model_path))
+        with_tower = any(in_tower(name) for name in files)
         missing = [
-            name for name in kept.names if name not in places and (with_tower or not in_tower(name))
+            name
+            for name in cached.names
+            if name not in files and (with_tower or not in_tower(name))
         ]
         unknown = [
             name
-            for name in places
+            for name in files
             if name not in views and not name.endswith("rotary_emb.inv_freq")
             if not name.startswith(_NOT_SERVED)
         ]
@@ -120,8 +122,8 @@ class WeightStore:
                 f"and {unknown[:3]} are not in the model"
             )
         by_file: dict[Path, list[str]] = {}
-        for name in places.keys() & views.keys():
-            by_file.setdefault(places[name], []).append(name)
+        for name in files.keys() & views.keys():
+            by_file.setdefault(files[name], []).append(name)
         for path, names in by_file.items():
             with safe_open(path, framework="pt") as file:
                 for name in names:
@@ -135,20 +137,20 @@ class WeightStore:
     def update_from_buffer(self, handle: Any, metas: Sequence[TensorMeta]) -> None:
         """Copy a bucket from memory shared by another process of this machine.
 
-        The buffer has been read when this returns, and stays mapped during a session.
+        The buffer has been read when this returns, and stays mapped until the session ends.
         """
-        places = self._places(metas)
-        with self._opened(handle) as buffer:
-            _copy_bucket(buffer, metas, places)
+        targets = self._destinations(metas)
+        with self._open_buffer(handle) as buffer:
+            _copy_bucket(buffer, metas, targets)
 
     def read_buffer(self, handle: Any, metas: Sequence[TensorMeta]) -> dict[str, torch.Tensor]:
         """Return copies of tensors in memory shared by another process, such as those of an adapter."""
-        with self._opened(handle) as buffer:
+        with self._open_buffer(handle) as buffer:
             copy = torch.empty_like(buffer, device=self._model.device).copy_(buffer)
         return named_views(copy, metas)
 
     @contextlib.contextmanager
-    def _opened(self, handle: Any) -> Iterator[torch.Tensor]:
+    def _open_buffer(self, handle: Any) -> Iterator[torch.Tensor]:
         try:
             buffer = self._imported.get(handle)
         except (KeyError, TypeError, OSError, ValueError) as error:
@@ -186,24 +188,24 @@ class WeightStore:
     ) -> None:
         """Receive a broadcast of rank 0 of the group: one tensor per name, or all of them as one byte buffer."""
         group = self._group(group_name)
-        places = self._places(metas)
+        targets = self._destinations(metas)
         device = self._model.device
         if flattened:
             size = sum(meta.num_bytes for meta in metas)
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
             dist.broadcast(buffer, group=group, group_src=0)
-            _copy_bucket(buffer, metas, places)
+            _copy_bucket(buffer, metas, targets)
             return
-        for meta, place in zip(metas, places, strict=True):
+        for meta, target in zip(metas, targets, strict=True):
             tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
             dist.broadcast(tensor, group=group, group_src=0)
-            place.copy_(tensor)
+            target.copy_(tensor)
 
     def checksums(self) -> dict[str, int]:
         views = self._views()
         return tensor_checksums([(name, views.by_name[name]) for name in views.names])
 
-    def _all(self) -> dict[str, torch.Tensor]:
+    def _tensors(self) -> dict[str, torch.Tensor]:
         """Return parameters and persistent buffers, cached: state_dict takes longer than copying a bucket."""
         if not self._weights:
             found = self._model.state_dict(keep_vars=True).items()
@@ -212,13 +214,13 @@ class WeightStore:
 
     def _views(self) -> _Views:
         """Return the views, cached during a session unless the parameters moved."""
-        addresses = [tensor.data_ptr() for tensor in self._all().values()]
-        if self._kept is not None and self._kept.addresses == addresses:
-            return self._kept
+        addresses = [tensor.data_ptr() for tensor in self._tensors().values()]
+        if self._cached_views is not None and self._cached_views.addresses == addresses:
+            return self._cached_views
         by_name: dict[str, torch.Tensor] = {}
         names: list[str] = []
         seen: set[int] = set()
-        for name, tensor in self._all().items():
+        for name, tensor in self._tensors().items():
             named = [(name, tensor.detach())]
             views = dict(hf_views(named, model_type=self._model_type, stored=self._stored))
             by_name.update(views)
@@ -226,20 +228,20 @@ class WeightStore:
                 names.extend(views)
             seen.add(id(tensor))
         made = _Views(addresses=addresses, by_name=by_name, names=names)
-        self._kept = made if self.session_open else None
+        self._cached_views = made if self.session_open else None
         return made
 
-    def _places(self, metas: Iterable[TensorMeta]) -> list[torch.Tensor]:
+    def _destinations(self, metas: Iterable[TensorMeta]) -> list[torch.Tensor]:
         """Return the destination of each tensor; raise RequestError unless all names and shapes match."""
         views = self._views().by_name
-        places: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
         for meta in metas:
             self.tower_changed |= in_tower(meta.name)
             if meta.name not in views:
                 raise RequestError(f"the model has no parameter {meta.name!r}")
-            places.append(views[meta.name])
-            _check_shape(meta.name, meta.shape, places[-1])
-        return places
+            targets.append(views[meta.name])
+            _check_shape(meta.name, meta.shape, targets[-1])
+        return targets
 
     def _group(self, name: str) -> dist.ProcessGroup:
         if name not in self._groups:
@@ -304,15 +306,15 @@ def metadata_in_order(
 
 
 def _copy_bucket(
-    buffer: torch.Tensor, metas: Sequence[TensorMeta], places: list[torch.Tensor]
+    buffer: torch.Tensor, metas: Sequence[TensorMeta], targets: list[torch.Tensor]
 ) -> None:
-    if places:
-        sent = [view.view_as(p) for view, p in zip(_views_of(buffer, metas), places, strict=True)]
-        torch._foreach_copy_(places, sent)  # pyright: ignore[reportPrivateImportUsage]
+    if targets:
+        sent = [v.view_as(t) for v, t in zip(_views_of(buffer, metas), targets, strict=True)]
+        torch._foreach_copy_(targets, sent)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def named_views(buffer: torch.Tensor, metas: Sequence[TensorMeta]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a buffer, which they share, by name."""
+    """Return the tensors of a buffer by name, as views of it."""
     views = zip(metas, _views_of(buffer, metas), strict=True)
     made = {meta.name: view.view(meta.shape) for meta, view in views}
     if len(made) < len(metas):

@@ -1,7 +1,7 @@
-"""Saves and resumes a whole run: trainer, data position and buffer, weight version.
+"""Save and resume a whole run: trainer, data position and buffer, weight version.
 
-The critic of PPO is the folder `critic` inside each checkpoint, or with --critic-save a checkpoint of
-its own there, which is committed before the run's.
+The critic of PPO is the folder `critic` inside each checkpoint, or with --critic-save a separate
+checkpoint there, which is committed before the run's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Checkpointer:
         if self.loaded and meta:
             check_quickly(self.loaded, meta)
         self.warnings: list[str] = []
-        if args.load and not self.loaded:  # normal in run scripts, whose --load is their --save
+        if args.load and not self.loaded:  # normal in run scripts that --load from their --save
             self.warnings.append(
                 f"--load {args.load} holds no checkpoint: the run starts from scratch"
             )
@@ -53,6 +53,8 @@ class Checkpointer:
             from slime.backends.checkpoint_reader import refuse_foreign_optimizer  # imports torch
 
             refuse_foreign_optimizer(self.loaded)
+        # Later checkpoints in the folder of --save are of a branch that this run does not continue.
+        self._after = meta.rollout_id if meta else -1
         if meta and meta.release:  # nothing to resume: the trainer loads the weights itself
             self.loaded = meta = None
         if self.loaded:
@@ -61,21 +63,22 @@ class Checkpointer:
         self.start_rollout_id = meta.rollout_id + 1 if meta else 0
         if args.start_rollout_id is not None:
             self.start_rollout_id = args.start_rollout_id
+            self._after = min(self._after, args.start_rollout_id - 1)
         if self.start_rollout_id >= args.num_rollout > 0:
             self.warnings.append(
                 f"nothing is left to train: the run would start with rollout {self.start_rollout_id} and "
-                f"--num-rollout is {args.num_rollout}; raise it to go on"
+                f"--num-rollout is {args.num_rollout}; raise it to continue"
             )
         # What the trainer holds before the first step, if it is the state after a rollout of this run.
         continued = meta is not None and meta.rollout_id + 1 == self.start_rollout_id
         self.loaded_rollout_id = meta.rollout_id if meta and continued else None
         self.critic_loaded = self._find_critic(meta.rollout_id) if meta else None
-        # Without a trainer a checkpoint would be half of one.
+        # Without a trainer a checkpoint would be incomplete.
         save = None if args.debug_rollout_only else args.save
         self._folder = CheckpointFolder(save) if save else None
         self._critic_folder = CheckpointFolder(args.critic_save) if args.critic_save else None
         self._pending: CheckpointMeta | None = None  # being written in the background
-        self._saved = meta.rollout_id if meta and args.load == args.save else None
+        self._saved = self.loaded_rollout_id if args.load == args.save else None
 
     def save(self, rollout_id: int, actor: TrainGroup, rollout: RolloutGroup) -> None:
         """Write the state after training on `rollout_id`; with --async-save, `finish` commits it."""
@@ -106,13 +109,13 @@ class Checkpointer:
         try:
             actor.wait_save()
             if self._critic_folder:
-                self._critic_folder.commit(meta)
-            self._folder.commit(meta, keep=self.args.save_total_limit)
+                self._critic_folder.commit(meta, after=self._after)
+            self._folder.commit(meta, keep=self.args.save_total_limit, after=self._after)
             if self._critic_folder:
                 self._critic_folder.prune(self.args.save_total_limit)
         except Exception as error:
             raise self._failed(meta.rollout_id, error) from error
-        self._saved = meta.rollout_id
+        self._saved = self._after = meta.rollout_id
 
     def how_to_continue(self) -> str:
         """Return what to type to resume the run."""
@@ -133,8 +136,8 @@ class Checkpointer:
         found = next((place for place in places if place.is_dir()), None)
         if found is None:
             raise ConfigError(
-                f"--load {self.loaded} has no critic, and neither have --critic-load and --critic-save "
-                "at that step: give --critic-load, or start from its weights with --ref-load instead of --load"
+                f"--load {self.loaded} has no critic, and --critic-load and --critic-save have none "
+                "for that rollout: give --critic-load, or start from its weights with --ref-load instead of --load"
             )
         return found
 
@@ -144,7 +147,7 @@ class Checkpointer:
         self._folder.discard(rollout_id)
         if self._critic_folder:
             self._critic_folder.discard(rollout_id)
-        if isinstance(error, BrokenRunError):  # whose message says more
+        if isinstance(error, BrokenRunError):  # its message is more specific
             return error
         good = self._folder.rollout_ids()
         last = (
@@ -174,14 +177,14 @@ def _free_space(folder: Path) -> str:
 
 
 class HfExports:
-    """Keeps the folders of `--save-hf` in step with the checkpoints of a run."""
+    """Keeps the folders of `--save-hf` consistent with the checkpoints of a run."""
 
     def __init__(self, args: Args, checkpoints: Checkpointer):
         self._args, self._checkpoints = args, checkpoints
 
     @property
     def each(self) -> bool:
-        """Return whether every checkpoint gets an export of its own, not the last one alone."""
+        """Return whether every checkpoint gets its own export, not only the last one."""
         return "{rollout_id" in (self._args.save_hf or "")
 
     def path(self, rollout_id: int) -> Path:
@@ -189,7 +192,7 @@ class HfExports:
         return Path(self._args.save_hf.format(rollout_id=rollout_id))
 
     def missing(self) -> int | None:
-        """Return the rollout of the loaded checkpoint if its export is due and absent or stale."""
+        """Return the rollout of the loaded checkpoint if its export is due and missing or stale."""
         saved = self._checkpoints.loaded_rollout_id
         if not self._args.save_hf or self._args.debug_rollout_only or saved is None:
             return None

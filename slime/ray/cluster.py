@@ -1,4 +1,4 @@
-"""Connects to Ray, the cluster of this job or one started on this machine; collects logs of its nodes."""
+"""Connect to Ray, the cluster of this job or one started on this machine; collect logs of its nodes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from slime.core.errors import UserError
 from slime.diagnosis.run_monitor import RunFacts
 from slime.ray import local_ray
 
+logger = logging.getLogger(__name__)
+
 _PROBE_TIMEOUT_S = 10.0
-_LARGEST = 16 * 1024**2  # bytes of a log; only the end of a longer one is copied
+_MAX_LOG_BYTES = 16 * 1024**2  # only the end of a longer log is copied
 _LOGS_TIMEOUT_S = 30.0  # an unreachable node must not keep the run from ending
 # A gRPC client starts with this preface.
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 
 
 def connect(notify: Callable[[str], None] = lambda text: None) -> bool:
-    """Join a cluster, or start one; return whether this process started it and must stop it.
+    """Join a cluster, or start one; return whether this process started one and must stop it.
 
     `notify` gets the address of the dashboard of a cluster that was joined.
     """
@@ -47,9 +49,9 @@ def connect(notify: Callable[[str], None] = lambda text: None) -> bool:
 
 
 def join(address: str, *, logging_level: Any) -> Any:
-    """Return Ray's context of a running cluster; raise UserError with one sentence why it cannot be joined."""
+    """Return Ray's context of a running cluster; raise UserError with the reason if it cannot be joined."""
     try:
-        _probe_head(address)  # Ray itself would try for a minute
+        _probe_head(address)  # Ray itself would retry for a minute
         return ray.init(address=address, log_to_driver=False, logging_level=logging_level)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -76,7 +78,7 @@ def _probe_head(address: str) -> None:
 def redirect_ray_messages() -> None:
     """Write Ray's messages about dead workers and nodes to the log instead of the terminal.
 
-    There they would precede the sentence that says which process of the run died.
+    In the terminal they would precede the error that names the dead process.
     """
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = _log_message
@@ -116,7 +118,7 @@ def actor_env(processes: int, *, token: str, several_nodes: bool) -> dict[str, s
     paths = [os.getcwd(), *sys.path[:1], read_env().python_path]
     return {
         "OMP_NUM_THREADS": str(threads),
-        # OpenMP's threads spin 1.5 ms for each other instead of 15: on busy cores a few times faster.
+        # OpenMP's threads spin for 1.5 ms instead of 15: a few times faster on busy cores.
         "GOMP_SPINCOUNT": "30000",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
@@ -135,27 +137,33 @@ def beside_driver() -> NodeAffinitySchedulingStrategy:
 
 
 def collect_logs(there: Path, here: Path) -> list[str]:
-    """Copy logs that other nodes have in the folder `there` and this one lacks in `here`.
+    """Copy logs in the folder `there` of other nodes that are missing in `here` on this one.
 
-    Return the names of copied files; with a shared filesystem none is missing.
+    Return the names of copied files; with a shared filesystem there are none. A file that cannot be
+    written, such as on a full disk, is left out with a warning: the run itself has ended.
     """
     known = [path.name for path in here.iterdir()]
     mine = ray.get_runtime_context().get_node_id()
     others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != mine]
-    asked = [_read_others.options(**_on(node)).remote(str(there), known) for node in others]
-    came: list[str] = []
-    if not asked:
-        return came
-    for answer in ray.wait(asked, num_returns=len(asked), timeout=_LOGS_TIMEOUT_S)[0]:
-        with suppress(RayError):  # the node was lost meanwhile
-            for name, content in ray.get(answer).items():
-                _write_private(here / name, content)
-                came.append(name)
-    return sorted(came)
+    references = [_read_others.options(**_on(node)).remote(str(there), known) for node in others]
+    copied: list[str] = []
+    if not references:
+        return copied
+    for done in ray.wait(references, num_returns=len(references), timeout=_LOGS_TIMEOUT_S)[0]:
+        with suppress(RayError):  # the node was lost in the meantime
+            for name, content in ray.get(done).items():
+                if name in copied:  # nodes may share a filesystem that this one lacks
+                    continue
+                try:
+                    _write_private(here / name, content)
+                    copied.append(name)
+                except OSError as error:
+                    logger.warning("the log of another node is not copied: %s", error)
+    return sorted(copied)
 
 
 def _write_private(path: Path, content: bytes) -> None:
-    """Write a new file that only this user can read: engines log their settings, keys among them."""
+    """Write a new file that only this user can read: engines log their settings, including keys."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 
@@ -173,5 +181,5 @@ def _read_others(folder: str, known: list[str]) -> dict[str, bytes]:
 
 def _end_of(path: Path) -> bytes:
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _LARGEST))
+        file.seek(max(0, path.stat().st_size - _MAX_LOG_BYTES))
         return file.read()

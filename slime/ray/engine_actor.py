@@ -1,7 +1,7 @@
 """One inference engine: an actor per node that runs the server process, and the driver's handle on all of them.
 
-The embedded engine's server binds port 0 and writes the port it got to a file. SGLang is given ports that
-the actor of the engine's first node found free (`slime.utils.addresses`).
+The embedded engine's server binds port 0 and writes its port to a file. SGLang gets ports that the actor of
+the engine's first node found free (`slime.utils.addresses`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError
 
 from slime.backends.sglang_utils.command import Node, cpu_env, nodes_of_engine, server_command
 from slime.config.arguments import Args
@@ -27,7 +27,7 @@ from slime.config.flags.spec import option_of
 from slime.config.installed import find_sglang
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo
-from slime.ray.remote import Remote, engine_actor
+from slime.ray.remote import ACTOR_DIED, Remote, engine_actor
 from slime.ray.watch import Member
 from slime.serving.servers import ServerProcess, StartError, wait_until_ready
 from slime.utils.addresses import Ports, choose_interface, find_ports, own_host, says_port_taken
@@ -37,11 +37,11 @@ _START_TIMEOUT_S = 3600  # as with SGLang: reading a large model from a slow dis
 _SEARCHED_LINES = 300
 _PORT_TRIES = 3
 _NODE_POLL_S = 5.0
-_ASK_TIMEOUT_S = 10.0
+_LOG_TIMEOUT_S = 10.0
 _PLACE_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 30.0
-_MISSED_ANSWERS = 4  # in a row, each for --rollout-health-check-timeout
-_GONE = (RayActorError, GetTimeoutError)
+_MISSED_PINGS = 4  # in a row, each with the timeout --rollout-health-check-timeout
+_GONE = (*ACTOR_DIED, GetTimeoutError)
 R = TypeVar("R")
 # The number of GPUs is set by slime: --sglang-tp-size is --rollout-num-gpus-per-engine.
 _SERVER_OPTIONS = sorted(HONOURED - {"tp_size", "random_seed"})
@@ -87,12 +87,12 @@ class EngineActor:
     def start_sglang(
         self, ports: Ports, rendezvous_host: str, devices: list[str], gpus: list[str]
     ) -> EngineInfo | None:
-        """Start SGLang on `gpus` of this node; the first node of an engine returns how to reach it.
+        """Start SGLang on `gpus` of this node; the first node of an engine returns its EngineInfo.
 
         `devices` are the ids of all GPUs of the engine.
         """
         install = find_sglang()
-        assert install is not None, "the arguments were checked for it"
+        assert install is not None, "parse_args checks for it"
         label = self.args.sglang_weight_version or f"start-{secrets.token_hex(8)}"
         config = self._write_config(label)
         command = server_command(
@@ -124,7 +124,7 @@ class EngineActor:
         return None
 
     def remove_config(self) -> None:
-        """Delete the file with the key, which every node's server has read once the engine answers."""
+        """Delete the file with the key; all servers of the engine have read it once the engine answers."""
         self._config.unlink(missing_ok=True)
 
     def device_id(self) -> str:
@@ -190,7 +190,7 @@ class EngineActor:
         self.remove_config()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with os.fdopen(os.open(self._config, flags, 0o600), "w") as file:
-            key = read_env().engine_token
+            key = json.dumps(read_env().engine_token)  # unquoted, YAML reads 0123 as a number
             file.write(f"api-key: {key}\nadmin-api-key: {key}\n")
             file.write(f"weight-version: {json.dumps(label)}\n")
         return str(self._config)
@@ -212,9 +212,9 @@ def engine_command(args: Args, *, index: int, host: str, port_file: Path) -> lis
             command += [flag, str(value)]
     if "--dtype" not in command:
         command += ["--dtype", {"fp32": "float32", "bf16": "bfloat16"}[args.precision]]
-    # With one seed for all, two engines would give two samples of a group the same tokens.
-    given = args.sglang_random_seed
-    seed = (args.rollout_seed if given is None else given) + index
+    # With one seed for all, two engines would sample the same tokens for two samples of a group.
+    base = args.sglang_random_seed
+    seed = (args.rollout_seed if base is None else base) + index
     return [*command, "--random-seed", str(seed)]
 
 
@@ -259,11 +259,11 @@ class EngineHandle:
         ]
 
     def _check_placed(self) -> None:
-        """Raise UserError if an actor is not placed in time: one whose node is gone would be waited for forever."""
+        """Raise UserError if an actor is not placed in time: after the loss of its node it never would be."""
         if any(actor.place(timeout=_PLACE_TIMEOUT_S) is None for actor in self._actors):
             raise UserError(
-                f"no node had room for engine {self.index} within {_PLACE_TIMEOUT_S:.0f} s: see "
-                "`ray status`; a node that was lost comes back with `ray start --address=...`"
+                f"no node had resources for engine {self.index} within {_PLACE_TIMEOUT_S:.0f} s: see "
+                "`ray status`; reconnect a lost node with `ray start --address=...`"
             )
 
     def alive(self, timeout: float) -> bool:
@@ -281,13 +281,13 @@ class EngineHandle:
         """Return the last lines of the first node's log."""
         with suppress(*_GONE):
             return self._actors[0].get(
-                lambda engine: engine.last_lines(count), timeout=_ASK_TIMEOUT_S
+                lambda engine: engine.last_lines(count), timeout=_LOG_TIMEOUT_S
             )
         return ""
 
     def stop(self) -> Callable[[], None]:
-        """Stop the servers, then the actors; call the returned function to wait for it."""
-        # An actor that was never placed has no server and would not answer.
+        """Start stopping the servers, then the actors; call the returned function to wait for them."""
+        # An actor that was never placed has no server and would not reply.
         placed = [actor for actor in self._actors if actor.place() is not None]
         stopping = [actor.call(lambda engine: engine.stop()) for actor in placed]
 
@@ -319,20 +319,20 @@ class EngineHandle:
         return self._result(actor.call(method))
 
     def _result(self, reference: ray.ObjectRef[R], check: Callable[[], None] = lambda: None) -> R:
-        """Return the result of a call, with `check` called meanwhile.
+        """Return the result of a call; call `check` while waiting.
 
-        Raise UserError if an actor answers nothing for several health checks in a row: its process is
-        frozen, or its node hangs, and would be waited for forever.
+        Raise UserError if an actor misses several pings in a row: its process is frozen or its node
+        hangs, and the call would never return.
         """
         timeout, missed = self.args.rollout_health_check_timeout, 0
         while not ray.wait([reference], timeout=_NODE_POLL_S)[0]:
             check()
             pings = {actor.ping(): actor for actor in self._actors}
-            silent = ray.wait(list(pings), num_returns=len(pings), timeout=timeout)[1]
-            missed = missed + 1 if silent else 0
-            if missed == _MISSED_ANSWERS:
+            overdue = ray.wait(list(pings), num_returns=len(pings), timeout=timeout)[1]
+            missed = missed + 1 if overdue else 0
+            if missed == _MISSED_PINGS:
                 raise UserError(
-                    f"engine {self.index} hangs: its actor ({pings[silent[0]].place()}) has not answered "
+                    f"engine {self.index} hangs: its actor ({pings[overdue[0]].place()}) has not answered "
                     f"for {missed * timeout:.0f} s while its server started. Is the process stopped, or "
                     "the machine out of memory?"
                 )
@@ -353,16 +353,16 @@ class EngineHandle:
             self._result(stopping)
 
     def _gpus(self) -> tuple[list[list[str]], list[str]]:
-        """Return by node the GPUs its server may see, and the ids of all devices of the engine."""
+        """Return the visible GPUs of each node's server, and the ids of all devices of the engine."""
         first = {gpus[0]: actor for gpus, actor in zip(self._nodes, self._actors, strict=True)}
         extra = {
             number: self._actor(options, 0)
             for number, options in enumerate(self._options)
             if number not in first
         }
-        everyone = [{**first, **extra}[number] for number in range(len(self._options))]
-        places = [self._get(actor, lambda engine: engine.where()) for actor in everyone]
-        devices = [self._get(actor, lambda engine: engine.device_id()) for actor in everyone]
+        actors = [{**first, **extra}[number] for number in range(len(self._options))]
+        places = [self._get(actor, lambda engine: engine.where()) for actor in actors]
+        devices = [self._get(actor, lambda engine: engine.device_id()) for actor in actors]
         for actor in extra.values():
             actor.kill()
         for gpus in self._nodes:
@@ -375,5 +375,5 @@ class EngineHandle:
         return [[gpu for n in gpus for gpu in places[n][1]] for gpus in self._nodes], devices
 
     def _actor(self, options: dict[str, Any], rank: int) -> Remote[EngineActor]:
-        options = {**options, "max_concurrency": 4}  # its log is read while it starts
+        options = {**options, "max_concurrency": 4}  # its log is read while the server starts
         return Remote(options, engine_actor, self.args, self.index, rank, len(self._nodes))

@@ -1,4 +1,4 @@
-"""The engines that a run starts: started together, restarted one by one, releasing and resuming memory."""
+"""The engines that a run starts: start together, restart one by one, release and resume memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
 from slime.config.arguments import Args
 from slime.config.engine_groups import engines_of
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo, ModelAddress
 from slime.ray.engine_actor import EngineHandle
+from slime.ray.remote import ACTOR_DIED
 from slime.ray.watch import LostError, Member, first_line
 from slime.serving.external import ExternalGroup
 from slime.serving.router import ExternalRouter, Router, make_router
@@ -26,14 +27,14 @@ from slime.utils.sync_http import HttpError, post_json
 _CONTROL_TIMEOUT_S = 120
 _MESSAGE_EVERY_S = 20.0
 _START_RETRIES = 3  # for all engines together: actors that die repeatedly have a cause
-# SGLang decodes one step ahead of what it reads, and unmaps its cache without waiting for that step: seen
-# on an H200 as an illegal memory access in one release of seventy.
+# SGLang decodes one step ahead of its results and unmaps its cache without waiting for that step: on an H200
+# one release in seventy ended in an illegal memory access.
 _LAST_STEP_S = 0.3
 _MEMORY = ("kv_cache", "weights")
 
 
 class EngineCallError(HttpError):
-    """A control call failed; `engines` are the indices of those that are to be replaced."""
+    """A control call failed; `engines` are the indices of the engines to replace."""
 
     def __init__(self, message: str, engines: list[int]) -> None:
         super().__init__(message)
@@ -51,23 +52,21 @@ def make_engine_group(
 class EngineGroup:
     """`options`: for each engine Ray's options of each of its GPUs.
 
-    Engines of frozen models are started, checked, replaced and put to sleep like the others; they are never
-    sent weights.
+    Engines of frozen models are started, checked, replaced and offloaded like all others, but never receive
+    weights.
     """
 
     def __init__(self, args: Args, options: list[list[dict[str, Any]]], *, token: str):
         self.args, self.options, self.token = args, options, token
-        self.unsynced: list[EngineInfo] = []  # restarted, without the current weights so far
+        self.unsynced: list[EngineInfo] = []  # restarted, still without the current weights
         self.all: list[EngineInfo] = []
-        self._down: set[int] = set()  # could not be restarted so far
+        self._down: set[int] = set()  # not restarted yet
         self._specs = engines_of(args)[: len(options)]
         self._routers: dict[str, Router | ExternalRouter] = {}  # by model
         self._handles: list[EngineHandle] = []
         self._starting: list[Future[EngineInfo]] = []
         self._start_retries = _START_RETRIES
-        self._released: dict[
-            str, set[str]
-        ] = {}  # url -> what it has released; a new engine: nothing
+        self._released: dict[str, set[str]] = {}  # url -> tags of released memory
 
     def start(self) -> None:
         """Start every server in the background; `wait` returns when they are up."""
@@ -78,7 +77,7 @@ class EngineGroup:
         self._starting = [start_in_thread(handle.start) for handle in self._handles]
 
     def wait(self, notify: Callable[[str], None] = lambda text: None) -> None:
-        """Return once every engine answers; meanwhile report the last log line of the slow ones."""
+        """Return once every engine answers; until then report the last log line of slow ones."""
         begun = time.monotonic()
         next_message = begun + _MESSAGE_EVERY_S
         while True:
@@ -100,7 +99,7 @@ class EngineGroup:
         if not future.done():
             return False
         error = future.exception()
-        if not isinstance(error, RayActorError):
+        if not isinstance(error, ACTOR_DIED):
             future.result()
             return True
         what = f"engine {index} died while it started: {first_line(error)}"
@@ -151,14 +150,14 @@ class EngineGroup:
         return failed_engines(self._handles, self.all, timeout=timeout, route=route)
 
     def restart(self, index: int, notify: Callable[[str], None] = lambda text: None) -> str:
-        """Start a new server in place of a failed one; return a line that says how it went.
+        """Replace a failed server by a new one; return a line with the outcome.
 
         `notify` is called first, because a start takes from seconds to many minutes. The server holds the
-        weights of its folder until the next update. Whatever goes wrong, the actor's death included, leaves
-        the engine down until the next health check tries again.
+        weights of its folder until the next update. After any
+        error, including the actor's death, the engine stays down until the next health check retries.
         """
         if index not in self._down:
-            notify(f"engine {index} failed: it is dead, hangs, or failed a call; starting it again")
+            notify(f"engine {index} failed: it died, hangs, or failed a call; restarting it")
         self.unsynced = [info for info in self.unsynced if info != self.all[index]]
         self._released.pop(self.all[index].url, None)
         self._handles[index].stop()()
@@ -179,11 +178,11 @@ class EngineGroup:
         return f"engine {index} failed and was started again"
 
     def admit(self) -> None:
-        """Note that all of them hold the current weights."""
+        """Note that all engines hold the current weights."""
         self.unsynced = []
 
     def route(self, engines: list[EngineInfo]) -> dict[str, ModelAddress]:
-        """Make the routers, where there are any, use these engines; return each model's address."""
+        """Point the routers, if any, to these engines; return each model's address."""
         models = [self._specs[self.all.index(info)].model for info in engines]
         served = {
             spec.model: [i for i, m in zip(engines, models, strict=True) if m == spec.model]
@@ -215,8 +214,8 @@ class EngineGroup:
     def release(self) -> None:
         """Release the device's memory to the trainer; the engines must be idle.
 
-        Raises EngineCallError for engines that did not; the others have released theirs, or do so in
-        the next call.
+        Raise EngineCallError for engines that failed; all others have released theirs, or do so in the
+        next call.
         """
         holding = [
             self.all[index]
@@ -232,16 +231,16 @@ class EngineGroup:
         self._on_each(holding, self._release_one)
 
     def resume(self, tag: str) -> None:
-        """Take back the memory that was released.
+        """Allocate the released memory again.
 
-        SGLang exits if it is asked for more than that, or if the memory is no longer free.
+        SGLang exits if told to resume more than it released, or if the memory is no longer free.
         """
-        without = [info for info in self.serving if tag in self._released.get(info.url, ())]
+        released = [info for info in self.serving if tag in self._released.get(info.url, ())]
         try:
-            self._on_each(without, lambda info: self._resume_one(info, tag))
+            self._on_each(released, lambda info: self._resume_one(info, tag))
         except EngineCallError as error:
             raise EngineCallError(
-                f"an engine could not take back the memory it had released ({error}). Does another "
+                f"an engine could not allocate the memory it had released ({error}). Does another "
                 "process use the same GPU (nvidia-smi)? If not, lower --sglang-mem-fraction-static. "
                 f"Its log ends with\n{self._last_lines(error.engines)}",
                 error.engines,
@@ -264,7 +263,7 @@ class EngineGroup:
         post_json(info.url + route, body, token=self.token, timeout=_CONTROL_TIMEOUT_S)
 
     def _on_each(self, engines: list[EngineInfo], call: Callable[[EngineInfo], None]) -> None:
-        """Run `call` on all of them concurrently; one that fails does not stop the others."""
+        """Run `call` on all engines concurrently; a failure does not stop the remaining calls."""
         failed: dict[int, str] = {}
         for info, future in zip(engines, run_all(engines, call), strict=True):
             try:

@@ -1,11 +1,11 @@
-"""Starts a private Ray on this machine, with few processes, in a session of its own.
+"""Start a private Ray on this machine, with few processes, in its own session.
 
-Its sockets listen on 127.0.0.1 only and require a token made for it; token, session folder and logs are in
+Its sockets listen on 127.0.0.1 only and require a token generated for it; token, session folder and logs are in
 a folder that no other user can enter. Signals to the driver's process group do not reach it, and its
 processes end with the driver (ray_processes.py).
 
 A Python process that imports Ray costs half a second of a core. Ray would start three of them to serve a
-cluster of many users, and one more for each actor with environment variables of its own.
+cluster of many users, and one more for each actor with its own environment variables.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from slime.diagnosis.ray_processes import Keeper, PrivateFolder, RayProcess
 from slime.utils.machine import available_memory
 
 _RAYLET: Any = _raylet  # its stubs do not declare authentication
-_FIRST_WITH_TOKENS = (2, 52)
+_MIN_VERSION = (2, 52)
 _LOOPBACK = "127.0.0.1"
-_OBJECT_STORE_BYTES = 2 * 1024**3
-_LEAST_OBJECT_STORE_BYTES = 128 * 1024**2
-# Started concurrently; by default as many as num_cpus, which is 1 here.
+_MAX_OBJECT_STORE_BYTES = 2 * 1024**3
+_MIN_OBJECT_STORE_BYTES = 128 * 1024**2
+# Workers started concurrently; Ray's default is num_cpus, which is 1 here.
 _WORKERS_AT_ONCE = 16
-_CONNECT_EVERY_MS = 50  # Ray's processes to each other; by default once a second, 10 times
+_CONNECT_EVERY_MS = 50  # between Ray's processes; Ray's default: every second, 10 times
 _CONNECT_TRIES = 200
-# Read when a library is imported or later, so the actor can set them itself.
-_LATE_VARIABLES = {
+# Read at the import of a library or later, so the actor can set them itself.
+_SET_BY_ACTOR = {
     "GOMP_SPINCOUNT",
     "HF_HUB_OFFLINE",
     "OMP_NUM_THREADS",
@@ -70,7 +70,7 @@ class _LocalRay:
         _read_authentication_again()
 
     def close(self) -> None:
-        """Wait until its processes have ended and its folder is removed."""
+        """Wait until Ray's processes have ended and its folder is removed."""
         self.keeper.close()
         self.folder.close()
         replace_env(self._before)
@@ -86,7 +86,7 @@ def start() -> None:
         with _only_needed(own.keeper):
             ray.init(
                 address="local",
-                num_cpus=1,  # slots on the CPU are processes, not cores: see placement_group.py
+                num_cpus=1,  # CPU slots are processes, not cores: see placement_group.py
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
@@ -135,7 +135,7 @@ def processes() -> list[RayProcess]:
 
 
 def dead_process() -> RayProcess | None:
-    """Return the GCS or the raylet of this run's own Ray if it has died while it is needed."""
+    """Return the GCS or the raylet of this run's own Ray if it has died."""
     return next((process for process in processes() if not process.running()), None)
 
 
@@ -155,9 +155,9 @@ def _leave(first: Callable[[], None]) -> None:
 
 
 def check_version(installed: str) -> None:
-    """Refuse a version of Ray that lets everybody who reaches its ports run code."""
+    """Refuse a version of Ray that lets anybody who can reach its ports run code."""
     release = tuple(int(part) for part in installed.split(".")[:2])
-    if release < _FIRST_WITH_TOKENS:
+    if release < _MIN_VERSION:
         raise UserError(
             f"Ray {installed} has no token authentication: anybody who reaches its ports could run code as "
             'you. Install a newer one: pip install -U "ray[default]>=2.52"'
@@ -168,21 +168,19 @@ def take_variables(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, s
     """Split an actor's variables into those that Ray sets by runtime_env and those the actor can `adopt` itself.
 
     Ray writes every runtime_env to a log that other users can read, so variables that look secret are
-    always arguments of the actor. In a Ray of this run's own the others are too, unless one of them must
-    be set before the process starts (LD_PRELOAD): that saves one process per actor.
+    always arguments of the actor. In this run's own Ray all variables are, unless one of them must be set
+    before the process starts (LD_PRELOAD): that saves one process per actor.
     """
     runtime_env = options.get("runtime_env", {})
     variables = runtime_env.get("env_vars", {})
-    if _is_connected() and variables.keys() <= _LATE_VARIABLES | set(
-        filter(looks_secret, variables)
-    ):
+    if _uses_own_ray() and variables.keys() <= _SET_BY_ACTOR | set(filter(looks_secret, variables)):
         adopted = variables
     else:
         adopted = {name: value for name, value in variables.items() if looks_secret(name)}
-    left = {name: value for name, value in variables.items() if name not in adopted}
+    remaining = {name: value for name, value in variables.items() if name not in adopted}
     options = {name: value for name, value in options.items() if name != "runtime_env"}
-    if left or runtime_env.keys() - {"env_vars"}:
-        options["runtime_env"] = {**runtime_env, "env_vars": left}
+    if remaining or runtime_env.keys() - {"env_vars"}:
+        options["runtime_env"] = {**runtime_env, "env_vars": remaining}
     return options, adopted
 
 
@@ -193,16 +191,16 @@ def adopt(variables: dict[str, str]) -> None:
     sys.path[1:1] = [path for path in paths if path and path not in sys.path]
 
 
-def _is_connected() -> bool:
+def _uses_own_ray() -> bool:
     return ray.is_initialized() and ray.get_runtime_context().gcs_address == _address
 
 
 @contextmanager
 def _only_needed(keeper: Keeper) -> Iterator[None]:
-    """Patch Ray for what it has no option for while its head starts inside.
+    """Patch Ray, where it has no option, while its head starts in this context.
 
-    Not started are the autoscaler, the log monitor of `log_to_driver`, the dashboard's server (with
-    `include_dashboard=False` it gathers statistics) and the HTTP part of the dashboard's agent. Sockets
+    Do not start the autoscaler, the log monitor of `log_to_driver`, the dashboard's server (which
+    gathers statistics even with `include_dashboard=False`) and the HTTP part of the dashboard's agent. Sockets
     listen on loopback, as Ray's do on macOS. Processes lead sessions of their own.
     """
     with ExitStack() as undo:
@@ -214,7 +212,7 @@ def _only_needed(keeper: Keeper) -> Iterator[None]:
             (ray_constants, "ENABLE_RAY_CLUSTER", False),
             (services, "ConsolePopen", _in_own_session(keeper)),
         ):
-            if name in vars(owner):  # a version of Ray without it starts what it likes
+            if name in vars(owner):  # other versions of Ray may not have it
                 undo.callback(setattr, owner, name, vars(owner)[name])
                 setattr(owner, name, replacement)
         yield
@@ -232,7 +230,7 @@ def _in_own_session(keeper: Keeper) -> type:
 
 
 def _read_authentication_again() -> None:
-    """Have Ray's C++ side read RAY_AUTH_* again, which it caches at its first use."""
+    """Make Ray's C++ side read RAY_AUTH_* again, which it caches at first use."""
     _RAYLET.Config.initialize("")
     _RAYLET.AuthenticationTokenLoader.instance().reset_cache()
 
@@ -253,7 +251,7 @@ def _nothing(head: node.Node) -> None:
 
 
 def _register_no_dashboard(head: node.Node, **kwargs: Any) -> None:
-    """Store that there is no dashboard: the agent would search its address and log an error every second."""
+    """Store that there is no dashboard: otherwise the agent searches for it and logs an error every second."""
     key = ray_constants.DASHBOARD_ADDRESS.encode()
     space = ray_constants.KV_NAMESPACE_DASHBOARD
     client = head.get_gcs_client()
@@ -264,5 +262,5 @@ def _register_no_dashboard(head: node.Node, **kwargs: Any) -> None:
 def _object_store_bytes() -> int:
     """Return at most 2 GiB and a quarter of memory and of /dev/shm, which weight transfers need too."""
     stats = os.statvfs("/dev/shm")
-    room = min(stats.f_bavail * stats.f_frsize, available_memory()) // 4
-    return max(_LEAST_OBJECT_STORE_BYTES, min(_OBJECT_STORE_BYTES, room))
+    available = min(stats.f_bavail * stats.f_frsize, available_memory()) // 4
+    return max(_MIN_OBJECT_STORE_BYTES, min(_MAX_OBJECT_STORE_BYTES, available))

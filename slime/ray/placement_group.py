@@ -8,7 +8,7 @@ colocated, 2 ranks, 2 engines                  bundle  0  1
                                                engine  0  1
 
 The critic of PPO has one process on each device of the trainer. Nodes without a GPU have unlimited slots,
-so there the trainer's nodes are named one by one and engines get the others, see `node_of_bundle`.
+so the trainer's bundles are pinned to nodes and engines get the remaining nodes, see `node_of_bundle`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from slime.config.arguments import Args
 from slime.config.engine_groups import gpu_ranges
 from slime.core.errors import ConfigError, UserError
 
-# A slot is a process, not a core: any layout can be rehearsed on a laptop.
+# A slot is a process, not a core: any layout can be tried on a laptop.
 _CPU_SLOT = 0.01
 _GPU_SHARES = {"actor": 0.4, "critic": 0.25, "engine": 0.3}  # of a GPU with several processes
-_ON_NODE = 0.0001  # of the resource every node has one of
+_ON_NODE = 0.0001  # of the resource node:ADDRESS, of which every node has 1
 _READY_TIMEOUT_S = 600
 
 
@@ -41,7 +41,7 @@ class Node:
 
 @dataclass(kw_only=True, frozen=True)
 class Layout:
-    """Bundles by role. `engines[i]` are the bundles of engine i, its first one leads."""
+    """Bundles by role. `engines[i]` are the bundles of engine i, the first one runs its server."""
 
     num_bundles: int
     trainer: list[int]
@@ -127,9 +127,9 @@ class Placement:
         ]
 
     def _numbered(self) -> tuple[list[int], list[Node]]:
-        """Return Ray's index of each of our bundles, and its node.
+        """Return Ray's index of each bundle of the layout, and its node.
 
-        Ranks of one node must be neighbours, whatever order Ray filled the nodes in. The fullest nodes
+        Ranks of one node must be consecutive, in whatever order Ray filled the nodes. The fullest nodes
         come first, because the trainer needs whole ones.
         """
         table = placement_group_table(self.group)["bundles_to_node_id"]

@@ -1,7 +1,7 @@
-"""Everything of a run that runs on Ray: placed, started together, and stopped in reverse order.
+"""All processes of a run on Ray: placed, started together, and stopped in reverse order.
 
 placement ──▶ trainer ranks (load their models), rollout manager, engines (start their servers)
-                  │  all of them answer
+                  │  all have started
                   ▼
               WeightUpdater ──▶ RolloutGroup, TrainGroup: the verbs of the loop
 """
@@ -38,12 +38,12 @@ from slime.utils.load_function import load_function
 if TYPE_CHECKING:
     from slime.ray.rollout import RolloutManager
 
-_MANAGER_THREADS = 4  # generate, and a save or a question meanwhile
+_MANAGER_THREADS = 4  # generate, with a save or a query at the same time
 
 
 @dataclass(kw_only=True, frozen=True)
 class Plan:
-    """What a run starts; made before Ray is, so that a wrong flag is refused first."""
+    """What a run starts; made before Ray starts, so that a wrong flag is refused first."""
 
     layout: Layout
     never_stops: bool  # whether the rollout function generates between rollouts too
@@ -132,15 +132,15 @@ class Processes:
 
 
 def _on_stop(stack: ExitStack, stop: Callable[[], None]) -> None:
-    """Register `stop`. It is left out once Ray has lost its GCS or raylet: calls would wait for a minute,
+    """Register `stop`. It is skipped once Ray has lost its GCS or raylet: calls would wait for a minute,
     and the actors end with Ray."""
     stack.callback(lambda: stop() if local_ray.dead_process() is None else None)
 
 
 def _engine_token(args: Args) -> str:
-    """Return the key of the engines' routes; external engines, and an external router, have their owner's."""
-    owners = read_env().engine_token if args.rollout_external or args.sglang_router_ip else None
-    return owners or ("" if args.rollout_external else secrets.token_hex(16))
+    """Return the key of the engines' routes; external engines and routers have a key of their own."""
+    given = read_env().engine_token if args.rollout_external or args.sglang_router_ip else None
+    return given or ("" if args.rollout_external else secrets.token_hex(16))
 
 
 def _env(placement: Placement, processes: int, token: str) -> dict[str, str]:
@@ -163,7 +163,7 @@ def _create_manager(args: Args, placement: Placement, token: str) -> Member[Roll
         "num_cpus": 0,
         "max_concurrency": _MANAGER_THREADS,
         "runtime_env": {"env_vars": _env(placement, len(placement.layout.engines), token)},
-        "scheduling_strategy": beside_driver(),  # where the run folder is for certain
+        "scheduling_strategy": beside_driver(),  # the node with the run folder
     }
     remote = Remote(options, rollout_manager, args, token)
     return Member(label="rollout manager", remote=remote, log="rollout.log")
@@ -197,5 +197,5 @@ def _load_state(manager: Member[RolloutManager], checkpoints: Checkpointer, watc
 def _collect_logs(args: Args, placement: Placement) -> None:
     if placement.several_nodes:
         folder = Path(args.run_dir) / "logs"
-        with suppress(RayError):  # the cluster itself may be what broke
+        with suppress(RayError):  # the cluster itself may be broken
             collect_logs(folder, folder)

@@ -3,8 +3,8 @@
 RUN_DIR/inputs/functions.pkl   the reward functions by name and the generate function, by cloudpickle
 
 Unpickling runs code. The file is the user's own program, written by the process that starts the run and
-never derived from model output. It begins with its HMAC under a key in the user's home, so that the file of
-a run folder from elsewhere is refused; key and file must be private to this user.
+never derived from model output. It begins with its HMAC under a key in the user's home, so that a file
+from another user's run folder is refused; key and file must be private to this user.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from slime.utils.untrusted_files import (
 )
 
 REWARD_KEY = "reward"  # of the sum of several reward functions
-_TRL = ("prompts", "completions")  # parameters of a reward function as TRL calls it
+_TRL = ("prompts", "completions")  # parameters of TRL's reward functions
 _FILE = "functions.pkl"
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -51,7 +51,7 @@ def make_functions(reward: Any, generate: Callable[..., Any] | None) -> Function
     given = [] if reward is None else reward if isinstance(reward, list | tuple) else [reward]
     rewards: dict[str, Callable[..., Any]] = {}
     for fn in given:
-        _form_of(fn)
+        _call_form(fn)
         name = getattr(fn, "__name__", type(fn).__name__).strip("<>")
         taken = {*rewards, REWARD_KEY} if len(given) > 1 else {*rewards}
         rewards[name if name not in taken else f"{name}_{len(rewards) + 1}"] = fn
@@ -84,7 +84,7 @@ def load(folder: Path) -> Functions:
     if not is_signed(content, signature):
         raise UserError(
             f"{path} is not loaded: it holds code that this user did not store. To run it "
-            f"all the same: slime.load_run({str(folder.parent)!r}, trust=True)"
+            f"anyway: slime.load_run({str(folder.parent)!r}, trust=True)"
         )
     return cloudpickle.loads(content)
 
@@ -93,7 +93,7 @@ def adopt(folder: Path) -> None:
     """Sign the functions that another user, or this user with another home, has stored in the folder."""
     path = folder / _FILE
     if path.exists():
-        content = read_regular(path, _MOST_BYTES)[SIGNATURE_BYTES:]
+        content = read_regular(path, _MAX_BYTES)[SIGNATURE_BYTES:]
         path.unlink()
         write_private(path, sign(content) + content)
 
@@ -141,7 +141,7 @@ def _combine(values: dict[str, Any]) -> Any:
 
 
 def _call(fn: Callable[..., Any], args: Any, sample: Sample) -> Any:
-    form = _form_of(fn)
+    form = _call_form(fn)
     if form == "sample":
         return fn(sample)
     if form == "args, sample":
@@ -162,7 +162,7 @@ def _single(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _form_of(fn: Any) -> str:
+def _call_form(fn: Any) -> str:
     """Return how a reward function is called: "sample", "args, sample" or "completions"."""
     expected = "expected reward(sample), reward(args, sample) or reward(completions, **columns)"
     if not callable(fn) or inspect.isclass(fn):

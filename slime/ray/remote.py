@@ -3,8 +3,8 @@
     manager = Remote(options, rollout_manager, args, token)            # Remote[RolloutManager]
     reference = manager.call(lambda manager: manager.generate(7))      # ObjectRef[RolloutResult]
 
-The class is imported in the actor's process only: importing torch and transformers in the driver as well
-would cost it, and a small machine that starts all processes at once, several seconds. Yet a type checker
+The class is imported in the actor's process only: importing torch and transformers in the driver too would
+take several seconds. Yet a type checker
 follows the call to `RolloutManager.generate` and checks its arguments: the lambda is called here with a
 recorder in place of the object, and the one method call that it records is sent to the actor. A reference
 among the arguments arrives as its value, see `value_of`.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from slime.diagnosis.process_status import in_phase, serve_status
 from slime.diagnosis.run_monitor import HeadWatch
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What Ray raises for a call of an actor that died; the second if its memory monitor killed it.
+ACTOR_DIED = (RayActorError, OutOfMemoryError)
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
@@ -64,7 +66,7 @@ class Remote(Generic[T]):
         """Start an actor with Ray's `options`; it calls `load` for the class, then the class."""
         options, variables = take_variables(options)
         self._actor: Any = _Host.options(**options).remote(variables, load, *args, **kwargs)
-        self._asked_place = self._actor.place.remote()
+        self._place_reference = self._actor.place.remote()
         self._place: Place | None = None
 
     def call(self, method: Callable[[T], R]) -> ray.ObjectRef[R]:
@@ -76,10 +78,10 @@ class Remote(Generic[T]):
         return ray.get(self.call(method), timeout=timeout)
 
     def place(self, timeout: float = 0) -> Place | None:
-        """None while the process has not started."""
-        if self._place is None and ray.wait([self._asked_place], timeout=timeout)[0]:
-            with suppress(RayError):  # it died before it could say
-                self._place = ray.get(self._asked_place)
+        """Return where the process runs; None before it has started."""
+        if self._place is None and ray.wait([self._place_reference], timeout=timeout)[0]:
+            with suppress(RayError):  # it died at its start
+                self._place = ray.get(self._place_reference)
         return self._place
 
     def ping(self) -> ray.ObjectRef[Place]:
@@ -87,7 +89,7 @@ class Remote(Generic[T]):
         return self._actor.place.remote()
 
     def kill(self) -> None:
-        if dead_process() is None:  # Ray would wait for it a minute; the actor ends with the run
+        if dead_process() is None:  # Ray would wait a minute; the actor ends with the run
             ray.kill(self._actor)
 
 
@@ -97,7 +99,7 @@ def fetch(references: list[Any]) -> list[Any]:
 
 
 def value_of(reference: ray.ObjectRef[R]) -> R:
-    """Type a reference as the value that the actor receives for it: Ray sends it there directly."""
+    """Type a reference as the value that the actor receives: Ray resolves it there."""
     return cast(R, reference)
 
 
@@ -124,14 +126,14 @@ def _record(method: Callable[[Any], Any]) -> _MethodCall:
 
 @ray.remote
 class _Host:
-    """An error in the constructor is raised by the first call: Ray would only report a dead actor."""
+    """The actor. The first call raises an error of its constructor: Ray would only report a dead actor."""
 
     def __init__(
         self, variables: dict[str, str], load: Callable[[], Any], *args: Any, **kwargs: Any
     ):
         adopt(variables)
         serve_status()
-        if ray.is_initialized():  # asking for the context would start a Ray otherwise
+        if ray.is_initialized():  # otherwise the runtime context would start Ray
             HeadWatch(ray.get_runtime_context().gcs_address)
         self._error: Exception | None = None
         try:
@@ -155,7 +157,7 @@ class _Host:
             with in_phase(method):
                 return getattr(self._object, method)(*args, **kwargs)
         except Exception:
-            # The driver hears of the first rank that fails; each one's own log says why it did.
+            # The driver gets the error of the first rank only; the log of each rank has its own.
             logger.exception("%s failed", method)
             raise
 

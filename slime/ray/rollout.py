@@ -82,8 +82,8 @@ class RolloutManager:
         )
         self.timer = Timer()
         self.dp_size, self.cp_size = 1, 1
-        self._first_version: int | None = None  # of weights whose first rollout has not begun yet
-        # The state when the generation of a rollout began, by that rollout's id.
+        self._first_version: int | None = None  # of weights that no rollout has used yet
+        # The data source's state when generation of a rollout began, by rollout id.
         self._states_before: dict[int, dict[str, Any] | None] = {}
 
     def set_engines(self, models: dict[str, ModelAddress]) -> None:
@@ -110,7 +110,7 @@ class RolloutManager:
         )
 
     def set_weight_version(self, version: int, next_rollout_id: int | None) -> None:
-        """Note that engines hold `version`, and the rollout that it generates first, if known."""
+        """Note that engines hold `version`, and the first rollout generated with it, if known."""
         if next_rollout_id is None:
             self._first_version = version
         else:
@@ -173,13 +173,13 @@ class RolloutManager:
         return {} if hook and hook(rollout_id, self.args, output.data, metrics) else metrics
 
     def stall_warning(self) -> str | None:
-        """Return a warning if no sample has finished for long."""
+        """Return a warning if no sample has finished for a long time."""
         return self.context.progress.stall_warning()
 
     # ---- checkpoint
 
     def save(self, path: str, rollout_id: int, *, before_generate: bool = False) -> None:
-        """Write the data position and buffer; with `before_generate`, those when the next rollout began."""
+        """Write the data position and buffer; with `before_generate`, as of the next rollout's start."""
         after = rollout_id + 1
         begun = before_generate and after in self._states_before
         state = self._states_before[after] if begun else self._state(rollout_id)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError
 
 from slime.config.arguments import Args
 from slime.core.errors import UserError
 from slime.core.types import EngineInfo, Probe, RolloutResult
 from slime.diagnosis.exit_status import StopSignal
 from slime.ray.engine_group import EngineCallError, EngineGroup
+from slime.ray.remote import ACTOR_DIED
 from slime.ray.watch import Member, StallError, Watch
 from slime.ray.weight_updater import WeightUpdater
 from slime.runlog.event_log import MAX_RANKS
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from slime.ray.rollout import RolloutManager
 
 _RELEASE_TRIES = 5
-_ANSWER_S = 10.0  # for a question that is answered at once
+_QUERY_S = 10.0
 T = TypeVar("T")
 
 
@@ -60,12 +61,12 @@ class RolloutGroup:
         return self.finish()
 
     def begin(self, rollout_id: int) -> None:
-        """Have a rollout generated in the background, until `finish`."""
+        """Start generating a rollout in the background, until `finish`."""
         self._last_begun = rollout_id
         self._generating = self._manager.remote.call(lambda manager: manager.generate(rollout_id))
 
     def settle(self) -> None:
-        """Wait for the rollout begun last, so that it is made by one version of the weights."""
+        """Wait for the rollout begun last, so that one version of the weights generates all of it."""
         if self._generating is not None:
             with self.recorder.phase("generate"), self.stop_signal.interruptible():
                 self._watched(self._generating)
@@ -102,7 +103,7 @@ class RolloutGroup:
                 self._warn_once(dataset, f"{failed:.0f} samples of the evaluation on {dataset}")
 
     def save(self, path: str, rollout_id: int) -> None:
-        """Save the state after `rollout_id`, also when the next rollout is being generated already."""
+        """Save the state after `rollout_id`, even if the next rollout is being generated."""
         begun = self._last_begun is not None and self._last_begun > rollout_id
         self._watch.call(
             self._manager, lambda manager: manager.save(path, rollout_id, before_generate=begun)
@@ -116,18 +117,18 @@ class RolloutGroup:
         if dataset not in self._warned_of:
             self._warned_of.add(dataset)
             log = Path(self.args.run_dir) / "logs" / "rollout.log"
-            self.recorder.message(f"warning: {which} failed and do not count; why is in {log}")
+            self.recorder.message(f"warning: {which} failed and do not count; see {log}")
 
     def _watched(self, reference: ray.ObjectRef[T]) -> T:
-        """Return the result; meanwhile replace engines that fail and give them the current weights."""
+        """Wait for the result; replace engines that fail and give them the current weights."""
         wait = self.args.rollout_health_check_interval
         first = wait + self.args.rollout_health_check_first_wait
         while not ray.wait([reference], timeout=min(first, self._watch.deadline.left_s()))[0]:
             first = wait
             self._watch.check()
-            # A hook blocks the whole process; or it died, which the next `ray.wait` reports.
-            with suppress(GetTimeoutError, RayActorError):
-                warning = self._manager.remote.get(lambda m: m.stall_warning(), timeout=_ANSWER_S)
+            # The process is blocked by a hook, or it died, which the next `ray.wait` reports.
+            with suppress(GetTimeoutError, *ACTOR_DIED):
+                warning = self._manager.remote.get(lambda m: m.stall_warning(), timeout=_QUERY_S)
                 if warning:
                     self.recorder.message(warning, kind="stall")
             if self._engines.replace_failed() or self._engines.unsynced:
@@ -140,7 +141,7 @@ class RolloutGroup:
 class Engines:
     """Restarts engines and keeps the rollout manager's list of them; `group` has been started.
 
-    Only engines that hold the current weights are named to the manager, which sends requests to no others.
+    The manager gets only engines that hold the current weights and sends requests to no others.
     """
 
     def __init__(
@@ -192,8 +193,8 @@ class Engines:
     def replace_failed(self, *, paused: bool = False, known: Sequence[int] = ()) -> list[int]:
         """Restart engines that died or hang, and the `known` ones, on which a call failed.
 
-        They get no request before they have the current weights. `paused`: generation is, as an update
-        that failed leaves it.
+        They get no request before they have the current weights. `paused`: a failed update left
+        generation paused.
         """
         if not self.args.use_fault_tolerance:
             return []
@@ -213,11 +214,11 @@ class Engines:
 
     def restart_lost_router(self) -> None:
         if self._group.router_lost():
-            self._recorder.message("the router ended and is started again", kind="engine")
+            self._recorder.message("the router ended and is restarted", kind="engine")
             self._generate_with(self._group.serving)
 
     def release(self) -> None:
-        """Free the engines' memory for the trainer; the next update serves those replaced here."""
+        """Free the engines' memory for the trainer; engines replaced here get weights in the next update."""
         for attempt in range(_RELEASE_TRIES):
             try:
                 return self._group.release()
@@ -227,13 +228,13 @@ class Engines:
                     raise UserError(str(error)) from error
 
     def resume(self, tag: str) -> None:
-        """Take back memory that was released: "weights" or "kv_cache"."""
+        """Allocate released memory again: "weights" or "kv_cache"."""
         self._group.resume(tag)
 
     def check_probe(self, probe: Probe | None) -> None:
-        """Compare log-probs of the probe's tokens where checksums do not show everything."""
+        """Compare log-probs of the probe's tokens on engines whose checksums do not cover everything."""
         for engine in self._group.infos:
-            alone = engine.role == "regular"  # prefill and decode answer only together
+            alone = engine.role == "regular"  # prefill and decode engines work only as a pair
             if probe is not None and engine.kind == "sglang" and alone:
                 check_probe(engine, probe)
 

@@ -41,11 +41,11 @@ class Run:
         self._checkpoints = Checkpointer(args)
         self._exports = HfExports(args, self._checkpoints)
         self.start_rollout_id = self._checkpoints.start_rollout_id
-        with ExitStack() as folders:  # a notebook may try again in this process
+        with ExitStack() as folders:  # a notebook may retry in this process
             self._open_folders(folders)
             self.complete = self._nothing_left()
             self.recorder = Recorder(args)
-            # Closed last: releases the folders after the run has reported its end.
+            # Closed last: the folders are released after the run has reported its end.
             self._last = folders.pop_all()
         for warning in (*args.warnings, *self._checkpoints.warnings):
             self.recorder.message(f"warning: {warning}")
@@ -120,7 +120,7 @@ class Run:
         return (rollout_id + 1) % interval == 0 or rollout_id + 1 == self.args.num_rollout
 
     def first_eval(self) -> None:
-        """Evaluate before any training; after a resume only if the old run died before doing so."""
+        """Evaluate before any training; after a resume only if the resumed run has not done so."""
         before = self.start_rollout_id - 1
         if self._lacks_eval(before):
             self.rollout.eval(before)
@@ -143,8 +143,8 @@ class Run:
     def save_if_due(self, rollout_id: int, *, stopping: bool = False) -> None:
         """Save a checkpoint every `--save-interval` rollouts, after the last one and before stopping.
 
-        `CheckpointFolder.prune` removes older ones (`--save-total-limit`). The HF export comes with
-        the last, and with each where it has a folder of its own.
+        `CheckpointFolder.prune` removes older ones (`--save-total-limit`). The HF model is exported
+        with the last one, or with each one if every export has its own folder.
         """
         last = rollout_id + 1 == self.args.num_rollout or stopping
         due = last or self.due(self.args.save_interval, rollout_id)
@@ -206,7 +206,7 @@ class Run:
             self._export_hf(last)
 
     def _can_save_after(self, error: Exception) -> bool:
-        """Return whether the trainer answers and holds exactly the state after the last training step."""
+        """Return whether the trainer is intact and holds exactly the state after the last training step."""
         if isinstance(error, BrokenRunError) or self.actor.last_trained is None:
             return False
         phase = self.recorder.failed_phase
@@ -229,9 +229,9 @@ class Run:
         self._checkpoints.save(rollout_id, self.actor, self.rollout)
 
     def _complete_export(self) -> None:
-        """Export the checkpoint this run resumes, if an earlier start died before it did.
+        """Export the checkpoint this run resumes, if the earlier run died before its export.
 
-        That is due for the last rollout, and for each one if exports have folders of their own.
+        The last rollout has an export, and each one if every export has its own folder.
         """
         missing = self._exports.missing()
         if missing is not None:
@@ -254,7 +254,7 @@ class Run:
     def _ray_lost(self) -> LostError | None:
         """Return the error to raise if a process of the run's own Ray has died."""
         process = local_ray.dead_process()
-        return LostError(f"{died(process)}: Ray cannot go on without it.") if process else None
+        return LostError(f"{died(process)}: Ray cannot work without it.") if process else None
 
     def _save_without_ray(self, error: BaseException | None) -> None:
         """Save if the actors, which survive the GCS for a while, still can."""
@@ -271,7 +271,7 @@ class Run:
             add_advice(error, self._checkpoints.how_to_continue())
 
     def _needs_advice(self, error: Exception) -> bool:
-        """Return whether to add how to resume: a refused start left nothing, a failed save says it itself."""
+        """Return whether to add how to resume: a refused start has nothing to resume, a failed save says it."""
         if isinstance(error, UserError):
             return self.recorder.failed_phase not in ("start", "save")
         return not isinstance(error, Terminated)

@@ -79,9 +79,9 @@ def check_for_dry_run(args: Args) -> list[str]:
 
 
 def _try_reward(args: Args) -> list[str]:
-    """Return what the user's reward gives for the first row, with its label as the response.
+    """Return the user's reward for the first row, with its label as the response.
 
-    What it raises is returned too and refuses nothing: it may call a service that only the run can reach.
+    An exception is reported and does not refuse the run: it may call a service that only the run can reach.
     """
     flag = f"--custom-rm-path {args.custom_rm_path}"
     given = args.origin("custom_rm_path") in ("command line", "config")
@@ -125,8 +125,8 @@ def refuse_other_tower(args: Args) -> None:
     held, given = _tower(args.hf_checkpoint), _tower(source, "--ref-load")
     if any(not held[n]().to(read().dtype).equal(read()) for n, read in given.items() if n in held):
         raise ConfigError(
-            f"--ref-load {source} has another vision tower than --hf-checkpoint, whose tower a run with a frozen "
-            "one uses: give the folder as --hf-checkpoint too"
+            f"--ref-load {source} has another vision tower than --hf-checkpoint, which is the one that a run with a "
+            "frozen tower uses: give the folder as --hf-checkpoint too"
         )
 
 
@@ -141,14 +141,14 @@ def _tower(folder: str, flag: str = "--hf-checkpoint") -> dict[str, Callable[[],
 
 
 def _read(file: Path, name: str) -> torch.Tensor:
-    from safetensors import safe_open  # the process of a run's loop has no torch until it needs it
+    from safetensors import safe_open  # the driver imports torch only if it needs it
 
     with safe_open(file, "pt") as opened:
         return opened.get_tensor(name)
 
 
 def check_outputs(args: Args) -> None:
-    """Check the folders of checkpoints, the first of which may be hours away."""
+    """Check the folders of checkpoints now: the first save may be hours away."""
     _check_folders(args)
     name_owner(args)
 
@@ -219,7 +219,7 @@ def _is_elsewhere(text: str) -> bool:
 
 
 def _refusal(args: Args, rollout_function: str, key: str) -> Callable[[Sample], str | None]:
-    """Return a function that says what generation, or supervised training, cannot use about a row."""
+    """Return a function that says why generation, or supervised training, cannot use a row."""
 
     def supervised(sample: Sample) -> str | None:
         if isinstance(sample.prompt, list) and not args.apply_chat_template:

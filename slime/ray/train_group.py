@@ -28,8 +28,8 @@ R = TypeVar("R")
 class TrainGroup:
     """Actor and, for PPO, critic; without ranks (`--debug-rollout-only`) every call does nothing.
 
-    The critic sits on the actor's devices. With --offload-train they take turns: only one of them, or
-    an engine, is on the device at a time.
+    The critic runs on the actor's devices. With --offload-train only one of actor, critic and engines
+    is on the device at a time.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TrainGroup:
         if not self._actor:
             self.recorder.log_learning(rollout_id)
             return
-        # Wrapped, so that Ray hands each rank the reference, not everybody's rows.
+        # Wrapped, so that Ray passes each rank the references, not the rows of all ranks.
         rows = [[ref] for ref in batch_refs]
         with self.recorder.phase("train"):
             train = self._train_pair if self._critic else self._train_actor
@@ -108,7 +108,7 @@ class TrainGroup:
         rollout.updater.update(rollout_id)
 
     def wake_up(self) -> None:
-        """Return to the device, which the engines must have left."""
+        """Reload the actor onto the device, which the engines must have left."""
         self._actor.wake_up()
 
     def save(self, rollout_id: int, path: str, critic_path: str | None = None) -> None:
@@ -181,7 +181,7 @@ class Ranks:
         with_opd_teacher: bool = False,
         asleep: bool = False,
     ) -> None:
-        """Have every rank build and load its model, and leave the device if `asleep`, until `wait_started`."""
+        """Make every rank build and load its model, and offload it if `asleep`; `wait_started` waits for it."""
         if not self._actors:
             return
         self.ask(lambda rank: rank.log_to_file(self._log_name))
@@ -213,7 +213,7 @@ class Ranks:
     def ask_each(
         self, method: Callable[[TrainRayActor, A], R], values: list[ray.ObjectRef[A]]
     ) -> list[ray.ObjectRef[R]]:
-        """Call a method on every rank with a value of its own, which goes straight from process to process."""
+        """Call a method on every rank with its own value, which goes directly from process to process."""
         return [
             actor.call(lambda rank, own=own: method(rank, value_of(own)))
             for actor, own in zip(self._actors, values, strict=True)
@@ -223,7 +223,7 @@ class Ranks:
         return self.wait(self.ask(method))
 
     def wait(self, references: list[ray.ObjectRef[R]]) -> list[R]:
-        """Return what the ranks answer to an `ask`."""
+        """Return the results of an `ask`."""
         return self._watch.get(references, self._members)
 
     def first(self, method: Callable[[TrainRayActor], R]) -> R:
@@ -236,7 +236,7 @@ class Ranks:
             self.asleep = True
 
     def wake_up(self) -> None:
-        """Return to the device, which the other processes must have left."""
+        """Reload the model onto the device, which all other processes must have left."""
         if self.asleep:
             self.all(lambda rank: rank.wake_up())
             self.asleep = False

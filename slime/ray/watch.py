@@ -1,12 +1,12 @@
-"""Waits for the processes of a run, with a deadline per phase and a name for the process that died.
+"""Wait for the processes of a run, with a deadline per phase, and name the process that died.
 
-with deadline.enter("train"):              the clock of --phase-timeout-minutes runs
+with deadline.enter("train"):              --phase-timeout-minutes applies
     watch.get(references, members)         one result per member
 
   a member died                     LostError: which one, where, why
   a call failed because another
   member died                       LostError, naming that other member
-  the deadline passed               StallError: phase, call and stack of every process, and who is late
+  the deadline passed               StallError: phase, call and stack of every process, and which is late
 """
 
 from __future__ import annotations
@@ -19,13 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import (
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-)
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from slime.config.arguments import Args
@@ -35,14 +29,14 @@ from slime.diagnosis.run_monitor import died, raylet_answers
 from slime.diagnosis.stall import MemberStatus, PhaseDeadline, describe
 from slime.ray import local_ray
 from slime.ray.cluster import raylet_socket
-from slime.ray.remote import Place, Remote
+from slime.ray.remote import ACTOR_DIED, Place, Remote
 
 _CONNECTION = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|DistBackendError|timed out|TCPStore|broken pipe",
     re.I,
 )
 _DEATH_KNOWN_S = (
-    45.0  # Ray notices a dead process at once, a dead node after several missed heartbeats
+    45.0  # Ray notices a dead process immediately, a dead node after several missed heartbeats
 )
 _OWNER_KNOWN_S = 10.0
 _POLL_S = 30.0
@@ -65,7 +59,7 @@ class StallError(BrokenRunError):
 
 @dataclass(kw_only=True, frozen=True)
 class Member(Generic[T]):
-    """A process of the run under the name its user knows it by."""
+    """A process of the run and the name that messages use for it."""
 
     label: str
     remote: Remote[T]
@@ -80,7 +74,7 @@ class Watch:
         self._notify, self._logs = notify, Path(args.run_dir) / "logs"
 
     def add(self, members: Callable[[], list[Member[Any]]]) -> None:
-        """Register processes of the run by a function, for engines come and go."""
+        """Register a function that returns processes of the run: engines are replaced."""
         self._members.append(members)
 
     @property
@@ -116,12 +110,12 @@ class Watch:
         return self.get([member.remote.call(method)], [member])[0]
 
     def lost(self, member: Member[Any], error: Exception) -> LostError:
-        """Return an error that names the dead process. Without their raylet all actors of a node seem dead."""
+        """Return an error that names the dead process. Without its raylet all actors of a node seem dead."""
         process = local_ray.dead_process()
         if process is not None:
-            return LostError(f"{died(process)}: Ray cannot go on without it.")
+            return LostError(f"{died(process)}: Ray cannot work without it.")
         if not raylet_answers(raylet_socket()):
-            return LostError("Ray's raylet on the driver's node died: Ray cannot go on without it.")
+            return LostError("Ray's raylet on the driver's node died: Ray cannot work without it.")
         place = member.remote.place()
         where = f" ({place})" if place is not None else ""
         log = f" Its log: {self._logs / member.log}" if member.log else ""
@@ -132,7 +126,7 @@ class Watch:
     ) -> None:
         try:
             ray.get(reference)
-        except (RayActorError, OutOfMemoryError) as error:
+        except ACTOR_DIED as error:
             lost = self.lost(owners[reference], error)
             raise self._with_survivors(lost, pending, owners) from error
         except RayTaskError as error:
@@ -155,7 +149,7 @@ class Watch:
     def _find_cause(
         self, first: Member[Any], error: Any, pending: list[Any], owners: dict[Any, Member[Any]]
     ) -> None:
-        """Raise what is behind a lost connection: the death of another member, or a stalled collective."""
+        """Raise the cause of a lost connection: the death of another member, or a stalled collective."""
         failed = {first.label: first_line(error)}
         deadline = time.monotonic() + min(_DEATH_KNOWN_S, self.deadline.left_s())
         while pending and time.monotonic() < deadline:
@@ -163,19 +157,19 @@ class Watch:
             for reference in done:
                 try:
                     ray.get(reference)
-                except RayActorError as death:
+                except ACTOR_DIED as death:
                     raise self.lost(owners[reference], death) from death
                 except RayTaskError as other:
                     failed[owners[reference].label] = first_line(other)
         if pending:
-            self._stalled("a collective operation got no further", failed)
+            self._stalled("a collective operation stalled", failed)
 
     def _with_survivors(
         self, lost: LostError, pending: list[Any], owners: dict[Any, Member[Any]]
     ) -> LostError:
-        """Add the status of the members that live on if several died.
+        """Add the status of the surviving members if several died.
 
-        NCCL kills every process that waited too long, so the cause may be the one that survives.
+        NCCL kills every process that waited too long, so the cause may be a process that survives.
         """
         done, pending = (
             ray.wait(pending, num_returns=len(pending), timeout=3) if pending else ([], [])
@@ -185,7 +179,7 @@ class Watch:
             return lost
         names = ", ".join(member.label for member in dead)
         text = describe(query_members([owners[reference] for reference in pending], {}))
-        return LostError(f"{lost}\nSo did {names}. These live on:\n{text}")
+        return LostError(f"{lost}\nSo did {names}. Still alive:\n{text}")
 
     def _in_log_probs(self, limit_s: float) -> bool:
         """Return whether a trainer rank has been in a log-probs phase for more than `limit_s`."""
@@ -207,7 +201,7 @@ class Watch:
 
 
 def query_members(members: Sequence[Member[Any]], failed: dict[str, str]) -> list[MemberStatus]:
-    """Return the status of every member, in order; `failed` are errors that calls ended with, by label."""
+    """Return the status of every member, in order; `failed` are errors of calls, by label."""
     places = [member.remote.place() for member in members]
     statuses = _query_places([place for place in places if place is not None])
     return [
@@ -242,7 +236,7 @@ def _query_places(places: list[Place]) -> dict[Place, ProcessStatus | str]:
     for reference in done:
         try:
             statuses.update(zip(queries[reference], ray.get(reference), strict=True))
-        except RayError:  # the node was lost meanwhile
+        except RayError:  # the node was lost in the meantime
             continue
     return statuses
 
@@ -255,7 +249,7 @@ def _query_pids(pids: list[int]) -> list[ProcessStatus | str]:
 def _death(reference: Any) -> Exception | None:
     try:
         ray.get(reference)
-    except RayActorError as error:
+    except ACTOR_DIED as error:
         return error
     except RayTaskError:
         return None
@@ -265,10 +259,10 @@ def _death(reference: Any) -> Exception | None:
 def _reason(error: Exception) -> str:
     """Return the line of Ray's long text that says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [
+    causes = [
         line for line in lines if re.search(r"node|exit|kill|died because|signal", line, re.I)
     ]
-    return (telling or lines or ["no reason is known"])[0]
+    return (causes or lines or ["unknown reason"])[0]
 
 
 def first_line(error: BaseException) -> str:

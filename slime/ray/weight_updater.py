@@ -1,10 +1,10 @@
-"""The one owner of the version of the weights that engines hold.
+"""The single owner of the version of the weights that engines hold.
 
     train ──▶ trained(): the trainer's weights have no version yet
     update()             push to all engines ──▶ verify ──▶ admit ──▶ tell the manager the version
-    update_restarted()   the same for engines that were restarted while the others generate
+    update_restarted()   the same for restarted engines while all others generate
 
-Both push through `_retry`, the only place where an update is tried again.
+Both push through `_retry`, the only place where an update is retried.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from slime.ray.rollout_group import Engines
     from slime.ray.train_group import Ranks
 
-_TRIES = 5  # of one update, each with the engines that are left or were restarted
+_TRIES = 5  # of one update, each with the remaining and the restarted engines
 
 
 class WeightUpdater:
@@ -44,21 +44,21 @@ class WeightUpdater:
     def due(self, rollout_id: int) -> bool:
         """Return whether the engines get new weights after this rollout.
 
-        They do after the last one, so that the last evaluation is of the weights that are saved.
+        They also do after the last one, so that the last evaluation scores the saved weights.
         """
         every, last = self.args.update_weights_interval, self.args.num_rollout - 1
         return (rollout_id + 1) % every == 0 or rollout_id == last
 
     def trained(self, rollout_id: int) -> None:
-        """Note that the trainer's weights are new."""
+        """Note that the trainer's weights have changed."""
         self.last_trained, self.trained_version = rollout_id, self.version
         self._numbered = False
 
     def update(self, rollout_id: int | None = None) -> None:
         """Give every engine the current weights and verify that it holds them.
 
-        After a rollout that --update-weights-interval skips, engines keep what they have, unless they
-        released their memory and so have nothing.
+        After a rollout that --update-weights-interval skips, engines keep their weights, unless they
+        released their memory.
         """
         if not self._trainer or not self._engines:
             return
@@ -76,8 +76,8 @@ class WeightUpdater:
     def update_restarted(self) -> None:
         """Send engines that were restarted the weights the trainer holds now, under their own version.
 
-        Where the next rollout is generated while this one is trained on, these are newer than what
-        the other engines hold: the update that comes next gives those the same version. Restarted
+        If the next rollout is generated while this one is trained on, these are newer than the weights
+        of all other engines, which get the same version in the next update. Restarted
         engines of frozen models hold their weights already.
         """
         if self._engines.unsynced:
@@ -114,11 +114,11 @@ class WeightUpdater:
     def _retry(
         self, push: Callable[[], list[SyncReport]], before: Callable[[], None] = lambda: None
     ) -> list[SyncReport]:
-        """Push, and again from the start as long as it fails because an engine did.
+        """Push, and restart the push while it fails because an engine failed.
 
-        The other engines are left paused meanwhile, with weights of two versions. `before` is called
-        before engines are replaced. A push that did not reach an engine is tried once more even if
-        all of them answer now: one that was frozen and went on takes it again.
+        The remaining engines stay paused, with weights of two versions. `before` is called before
+        engines are replaced. A push that did not reach an engine is retried once even if all engines
+        answer again: an engine may have been frozen for a while.
         """
         for attempt in range(_TRIES):
             try:
@@ -136,7 +136,7 @@ class WeightUpdater:
 
 
 def _raise(error: Exception) -> NoReturn:
-    """Raise a failed call of the driver's own as one sentence; a rank's error keeps its traceback."""
+    """Raise a failed call of the driver as a UserError; a rank's error keeps its traceback."""
     if isinstance(error, RayTaskError):
         raise error
     raise UserError(str(error)) from error

@@ -43,7 +43,7 @@ class EvalResult:
 
 @dataclass(kw_only=True)
 class RolloutFnEvalOutput:
-    """Results by dataset; a dictionary with rewards, truncated and samples is as good as an EvalResult."""
+    """Results by dataset; instead of an EvalResult, a dictionary with rewards, truncated and samples."""
 
     data: dict[str, Any]
     metrics: dict[str, float] = field(default_factory=dict)
@@ -53,8 +53,8 @@ class RolloutFnEvalOutput:
 class DynamicFilterOutput:
     keep: bool
     reason: str | None = None  # counted as rollout/dropped_<reason>
-    # A rejected group fills the batch if too few groups of --over-sampling-batch-size were kept,
-    # instead of a further group being generated.
+    # If too few groups of --over-sampling-batch-size were kept, use the rejected group instead of
+    # generating another one.
     keep_when_insufficient: bool = False
 
 
@@ -209,7 +209,7 @@ def _describe(value: Any) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "call_rollout_fn":  # of earlier versions, for hooks that ask for it
+    if name == "call_rollout_fn":  # for hooks of earlier versions
         from slime.compat.rollout_calls import call_rollout_fn
 
         return call_rollout_fn

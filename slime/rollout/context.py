@@ -2,7 +2,7 @@
 
 Their public signatures take only `args`, so the state travels in one context variable. The RolloutManager
 creates a RolloutContext and activates it around each call of a rollout function; every asyncio task and
-every thread that slime starts inherits it. Threads that a hook starts find the manager's by `share`.
+every thread that slime starts inherits it. Threads that a hook starts use the one set by `share`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WeightClock:
     def updates_until(self, rollout_id: int, *, current_rollout_id: int) -> int:
         """Return how many weight updates come before training on `rollout_id`.
 
-        Where no version is known, one update per rollout from `current_rollout_id` on is assumed.
+        If no version is known, one update per rollout from `current_rollout_id` on is assumed.
         """
         if self._now is None:
             return max(rollout_id - current_rollout_id, 0)
@@ -65,7 +65,7 @@ class GenerationState:
 
     seed_parts: tuple[object, ...] = ()  # empty: the engines choose random seeds
     keep_partial: bool = False  # continue an aborted response after its tokens, else restart it
-    aborting: bool = False  # the batch is full: end running requests and send no new ones
+    aborting: bool = False  # the batch is full: abort running requests and send no new ones
     hook_calls: HookCalls = field(default_factory=HookCalls)
     reward_clock: BusyClock = field(default_factory=BusyClock)
 
@@ -117,7 +117,7 @@ class RolloutContext:
         return self.models[name]
 
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the object that belongs to `key` for the rest of the run, made on first use."""
+        """Return the object of `key`, which is created on first use and kept for the rest of the run."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]

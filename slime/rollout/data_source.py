@@ -135,7 +135,7 @@ class RolloutDataSource:
         self.epoch = state["epoch"]
         self.next_group_index = state["next_group_index"]
         self.next_sample_index = state["next_sample_index"]
-        self._order = self._epoch_order()
+        self._order = self._epoch_order() if self.datasets else np.empty((0, 2), np.int64)
         self.position = min(state["position"], len(self._order))
         self._in_flight.clear()
         self._finished.clear()
@@ -253,7 +253,7 @@ def data_format_of(args: Args) -> DataFormat:
 
 
 def image_format(args: Args) -> dict[str, Any]:
-    """Return the settings of a DataFormat that say where rows have images."""
+    """Return the image settings of a DataFormat."""
     return {
         "image_key": args.multimodal_keys.get("image"),
         "max_images": args.limit_mm_data_per_request.get("image"),
@@ -270,7 +270,7 @@ def label_needed_by(args: Args) -> str | None:
 
 
 def row_rm_types(args: Args) -> tuple[str, ...] | None:
-    """Return the reward types that a data row may choose; None where no built-in reward reads them."""
+    """Return the reward types that a data row may choose; None if no built-in reward reads them."""
     builtin = args.custom_rm_path in (None, OPD_REWARD)
     if not builtin or args.loss_type == "sft_loss":
         return None

@@ -32,7 +32,7 @@ class EngineUnreachableError(UserError):
 
 
 class EngineRefusedError(Exception):
-    """An engine rejected the request; another attempt would not help."""
+    """An engine rejected the request; a retry would not help."""
 
 
 class EnginePool:
@@ -67,7 +67,7 @@ class EnginePool:
         self._calls: dict[asyncio.Task[Any], str] = {}
         # Calls that were cancelled because their engine was removed.
         self._lost: set[asyncio.Task[Any]] = set()
-        self._turn = 0  # of `next_url`
+        self._next = 0  # index of `next_url`
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -77,15 +77,15 @@ class EnginePool:
     def next_url(self) -> str:
         """Return an address to send a request to: the router's, or the engines' in turn.
 
-        Raises ConnectionError while none is up, which costs a hook its sample and not the run.
+        Raise ConnectionError while no engine is up: the sample of the hook fails, and the run continues.
         """
         urls = self._urls
         if not urls:
             raise ConnectionError(
                 "no engine of this model is up; `generate` of its pool waits for one"
             )
-        self._turn += 1
-        return urls[self._turn % len(urls)]
+        self._next += 1
+        return urls[self._next % len(urls)]
 
     @property
     def in_flight(self) -> dict[str, int]:
@@ -104,7 +104,7 @@ class EnginePool:
         for url in urls:
             self._in_flight.setdefault(url, 0)
         self._urls = list(urls)
-        backoff = self._backoff.copy()  # the event loop may add to it meanwhile
+        backoff = self._backoff.copy()  # the event loop may change it concurrently
         self._backoff = {url: pause for url, pause in backoff.items() if url in self._urls}
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._engines_changed, removed)
@@ -116,9 +116,14 @@ class EnginePool:
         self._loop = asyncio.get_running_loop()
         if self._adapter is not None:
             payload = {"lora_path": self._adapter, **payload}
-        failing_since: float | None = None
+        failed_at: float | None = None
+        failing_s = (
+            0.0  # without an engine that works on it; long attempts that fail at last do not count
+        )
         while True:
             url = await self._acquire(session_id)
+            begun = time.monotonic()
+            failing_s += 0.0 if failed_at is None else begun - failed_at
             call = self._loop.create_task(
                 post_once(
                     f"{url}/generate",
@@ -140,8 +145,9 @@ class EnginePool:
                 if not is_temporary(error):
                     raise EngineRefusedError(_with_advice(str(error))) from error
                 self._back_off(url, error)
-                failing_since = failing_since or time.monotonic()
-                self._raise_after_deadline(failing_since, url, error)
+                failed_at = time.monotonic()
+                failing_s += failed_at - begun if isinstance(error, asyncio.TimeoutError) else 0.0
+                self._raise_after_deadline(failing_s, url, error)
             finally:
                 del self._calls[call]
                 self._release(url)
@@ -188,7 +194,7 @@ class EnginePool:
         try:
             await asyncio.wait([waiter], timeout=timeout)
         except asyncio.CancelledError:
-            if waiter.done():  # woken for a slot that it will not take
+            if waiter.done():  # pass on a slot that it will not take
                 self._wake(1)
             raise
         finally:
@@ -247,8 +253,8 @@ class EnginePool:
         asyncio.get_running_loop().call_later(length, lambda: self._wake(len(self._waiters)))
         logger.warning("engine %s: %s; retrying in %.1f s", url, error or repr(error), length)
 
-    def _raise_after_deadline(self, since: float, url: str, error: Exception) -> None:
-        if time.monotonic() - since > self.deadline_s:
+    def _raise_after_deadline(self, failing_s: float, url: str, error: Exception) -> None:
+        if failing_s > self.deadline_s:
             raise EngineUnreachableError(
                 f"no engine answered for {self.deadline_s:.0f} s; the last one tried, {url}, failed "
                 f"with: {error or repr(error)}. Engines: {', '.join(self._engines)}. "

@@ -71,7 +71,7 @@ async def _evaluate_one(args: Args, dataset: EvalDataset, progress: Progress) ->
 
 
 def dataset_args(args: Args, dataset: EvalDataset) -> Args:
-    """Return the run's arguments with the dataset's own settings, whose reward replaces the run's."""
+    """Return the run's arguments with the dataset's own settings; its reward type replaces the run's."""
     own = {flag: getattr(dataset, name) for name, flag in _FLAG_OF_SETTING.items()}
     values = {flag: value for flag, value in own.items() if value is not None}
     if dataset.rm_type is not None:

@@ -71,7 +71,7 @@ class GroupStream:
         self.context = _new_generation(RolloutContext.current())
         self.running: dict[asyncio.Task[Group], Group] = {}  # task -> the group as it was taken
         self.finished: dict[asyncio.Task[Group], Group] = {}  # in the order in which they finished
-        self.batch: BatchFilter | None = None  # that is being filled
+        self.batch: BatchFilter | None = None  # the batch being filled
         self.rollout_id = 0  # of that batch, or of the next one
         self._finished_event = asyncio.Event()
 
@@ -106,14 +106,14 @@ class GroupStream:
                     num_stale += 1
                 else:
                     batch.add(task.result())
-                    self._settle(batch)
+                    self._use_spares_if_due(batch)
         except BaseException:  # there will be no batch: its groups go back as they were taken
             self.source.add_samples(sorted(decided, key=group_index))
             raise
         return num_stale
 
-    def _settle(self, batch: BatchFilter) -> None:
-        """Use spare groups once as many groups ended as a batch may have at a time."""
+    def _use_spares_if_due(self, batch: BatchFilter) -> None:
+        """Use spare groups once --over-sampling-batch-size groups have been kept, spared or rejected."""
         args = self.args
         ended = batch.num_candidates + len(batch.rejected)
         if (
@@ -133,7 +133,7 @@ class GroupStream:
         while not self.finished:
             self._start_groups()
             self._finished_event.clear()
-            # A weight update may allow new groups, but sets no event: look again after a while.
+            # A weight update may allow new groups, but sets no event: poll.
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._finished_event.wait(), _POLL_S)
         return next(iter(self.finished))
@@ -142,7 +142,7 @@ class GroupStream:
         """Keep `--over-sampling-batch-size` groups running, as long as they would not become too stale."""
         count = 0
         limit = self.args.over_sampling_batch_size
-        while len(self.running) + count < limit and self._used_in_time(count):
+        while len(self.running) + count < limit and self._trained_in_time(count):
             count += 1
         groups = self.source.get_samples(count) if count else []
         if count and not groups and not self.running and not self.finished:
@@ -152,7 +152,7 @@ class GroupStream:
             self.running[task] = group
             task.add_done_callback(self._on_finished)
 
-    def _used_in_time(self, more: int) -> bool:
+    def _trained_in_time(self, more: int) -> bool:
         """Return whether a group started now, after `more` others, is trained on before it is too stale."""
         kept = len(self.batch.kept) if self.batch is not None else 0
         ahead = len(self.running) + len(self.finished) + kept + more
@@ -171,7 +171,7 @@ class GroupStream:
 
     def _on_finished(self, task: asyncio.Task[Group]) -> None:
         taken = self.running.pop(task, None)
-        if taken is not None:  # else `stop` aborted it
+        if taken is not None:  # None: `stop` aborted it
             self.finished[task] = taken
             self._finished_event.set()
             self._start_groups()

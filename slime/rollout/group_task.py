@@ -1,4 +1,4 @@
-"""Generate and score one group; a hook that fails marks only what it was called with. Abort groups that are running."""
+"""Generate, score and abort groups; a hook that fails marks only the samples that it was called with."""
 
 from __future__ import annotations
 
@@ -277,17 +277,17 @@ async def _mark_failures(
 
 
 def _log_failure(sample: Sample, stage: str, error: Exception) -> None:
-    """Log the first failure of each kind with its traceback: of a stage, exception and line."""
+    """Log the first failure of each kind (stage, exception, line) with its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     kind = (
         stage,
         type(error).__name__,
         (frames[-1].filename, frames[-1].lineno) if frames else None,
     )
-    known = RolloutContext.current().shared("kinds of failures", set[object])
-    first = kind not in known and len(known) < _MAX_FAILURE_KINDS
+    logged = RolloutContext.current().shared("kinds of failures", set[object])
+    first = kind not in logged and len(logged) < _MAX_FAILURE_KINDS
     level = logging.WARNING if first else logging.DEBUG
-    known.add(kind)
+    logged.add(kind)
     text = "sample %s failed in %s; further failures of this kind are counted only"
     shown = None if isinstance(error, EngineRefusedError) else error
     logger.log(level, f"{text}: %s", sample.index, stage, sample.metadata["error"], exc_info=shown)

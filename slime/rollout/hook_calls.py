@@ -158,9 +158,9 @@ async def call_function(
     calls: HookCalls | None = None,
     num_threads: int = NUM_THREADS,
 ) -> Any:
-    """Call a user's function by `run_hook`: async ones on the second event loop, plain ones in a thread.
+    """Call a user's function by `run_hook`: an async one on the second event loop, others in a thread.
 
-    One that is slow or blocks delays other calls of its `kind` at most, never the generation.
+    A slow or blocking function delays only calls of the same `kind`, never the generation.
     """
     timer = HookTimer(hook_queue(f"{'async' if is_async(fn) else 'plain'} {kind}"))
 
@@ -200,7 +200,7 @@ async def on_main_loop(coroutine: Coroutine[Any, Any, T]) -> T:
 async def in_thread(fn: Callable[..., T], *args: Any, num_threads: int = NUM_THREADS) -> T:
     """Run a blocking function in a thread of its own, which inherits the context variables.
 
-    Callers with the same `num_threads` share that many threads. A call that was cancelled frees its place,
+    Callers with the same `num_threads` share that many threads. A call that was cancelled frees its slot,
     although its thread ends only when the function returns.
     """
     async with call_slots(num_threads):
@@ -266,7 +266,7 @@ def _location(coroutine: Any) -> str:
 
 
 def _frames(coroutine: Any) -> Iterator[FrameType]:
-    """Yield the frames of a call, the outermost first, also where it goes on in a thread or the second loop."""
+    """Yield the frames of a call, the outermost first, including those in a thread or on the second loop."""
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None)
         inner = getattr(coroutine, "cr_await", None)

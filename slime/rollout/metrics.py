@@ -74,7 +74,7 @@ class BusyClock:
                 self._seconds += time.monotonic() - self._since
 
     def take(self) -> float:
-        """Return the seconds since the previous call, those of calls that are still running included."""
+        """Return the busy seconds since the last `take`, including calls that are still running."""
         now = time.monotonic()
         running = now - self._since if self._running else 0.0
         seconds, self._seconds, self._since = self._seconds + running, 0.0, now

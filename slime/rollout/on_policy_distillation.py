@@ -1,4 +1,4 @@
-"""On-policy distillation (`--use-opd`): the reward of the task, and log-probs of a served teacher.
+"""On-policy distillation (`--use-opd`): the task's reward, and log-probs of a served teacher.
 
 The teacher's log-probs are not a reward: they travel with the sample to the trainer, which subtracts each
 token's gap to them from its advantage. A teacher inside the trainer (`--opd-type megatron`) is not used here.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 async def reward_func(args: Args, sample: Sample) -> Reward:
     """Return the reward of `--rm-type` or of the sample's own type; 0 without one."""
-    if args.opd_type == "sglang":
+    if args.opd_type == "sglang" and sample.response_length:  # none if the prompt fills the context
         sample.teacher_log_probs = await served_log_probs(args.rm_url or "", sample)
     if not (args.rm_type or sample.metadata.get("rm_type")):
         return 0.0
@@ -54,6 +54,6 @@ async def served_log_probs(url: str, sample: Sample) -> list[float]:
     tokens = [entry[1] for entry in entries]
     if tokens != sample.tokens[start:]:
         raise UserError(
-            f"--rm-url {url}: the teacher returned log-probs of other tokens than those of the response"
+            f"--rm-url {url}: the teacher's log-probs are not those of the response's tokens"
         )
     return [float(entry[0]) for entry in entries]

@@ -1,4 +1,4 @@
-"""What happens to samples between generation and training: copied, restarted, failed, too stale.
+"""Copy and restart samples, mark failed ones, and mask tokens that are too stale.
 
 The staleness of a response token is the number of weight updates between generating it and training on
 it. Every token carries the version of the weights that generated it; rollout `rollout_id` will be trained
@@ -57,7 +57,7 @@ def mark_failed(sample: Sample, stage: str, error: Exception) -> None:
     sample.metadata["error"] = f"{type(error).__name__}: {error}"
     sample.metadata["error_stage"] = stage
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
-    if isinstance(error, EngineRefusedError):  # the traceback would not help
+    if isinstance(error, EngineRefusedError):  # a traceback would not help
         lines = [str(error)]
     sample.metadata["error_traceback"] = "\n".join(lines[-_TRACEBACK_LINES:])
 
@@ -65,17 +65,18 @@ def mark_failed(sample: Sample, stage: str, error: Exception) -> None:
 def fill_empty_response(sample: Sample, token: int) -> None:
     """Append a masked token to a sample without a response (it failed, or the prompt filled the context).
 
-    Of a failed sample's prompt, which may be too long, only one token goes to the trainer.
+    A failed sample keeps one token of its prompt, which may be too long for the trainer, and no images.
     """
-    prompt = sample.tokens[:1] if sample.status == Status.FAILED else sample.tokens
-    sample.tokens = prompt or [token]
+    if sample.status == Status.FAILED:
+        sample.tokens, sample.multimodal_inputs = sample.tokens[:1], None
+    sample.tokens = sample.tokens or [token]
     sample.append_response_tokens(tokens=[token], trainable=False)
 
 
 def limit_staleness(
     args: Args, rollout_id: int, groups: list[Group], clock: WeightClock
 ) -> dict[str, float]:
-    """Mask tokens that are too stale out of the loss; return staleness metrics, none if nothing is stale.
+    """Mask tokens that are too stale out of the loss; return staleness metrics, or {} if nothing is stale.
 
     `--max-weight-staleness n` allows tokens from up to n versions before the one that trains on them;
     `--mask-offpolicy-in-partial-rollout` allows only the newest version.

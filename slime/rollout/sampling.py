@@ -1,7 +1,7 @@
 """`generate`: send one sample to an engine, token ids in, token ids and log-probs out.
 
 Sampling parameters have the engines' format. With deterministic inference each request gets a seed,
-a hash of --rollout-seed, the sample's index and the tokens it has (`_payload`); else engines choose.
+a hash of --rollout-seed, sample index and response length (`_payload`); else engines choose.
 """
 
 from __future__ import annotations
@@ -177,10 +177,10 @@ def _session(sample: Sample) -> str | None:
 
 def _append_reply(args: Args, sample: Sample, reply: dict[str, Any]) -> None:
     meta = reply["meta_info"]
-    read = meta.get("prompt_tokens", len(sample.tokens))
-    if sample.image_files and read != len(sample.tokens):
+    num_read = meta.get("prompt_tokens", len(sample.tokens))
+    if sample.image_files and num_read != len(sample.tokens):
         raise UserError(
-            f"the engine read a prompt with images as {read} tokens; --hf-checkpoint makes "
+            f"the engine read a prompt with images as {num_read} tokens; --hf-checkpoint makes "
             f"{len(sample.tokens)} of it: its image processor has other settings"
         )
     sample.append_response_tokens(
@@ -195,7 +195,7 @@ def _append_reply(args: Args, sample: Sample, reply: dict[str, Any]) -> None:
 
 
 def _without_end_token(args: Args, text: str, finish: dict[str, Any]) -> str:
-    """Remove the end token: engines asked to keep stop strings in the text keep it as well."""
+    """Remove the end token, which engines that keep stop strings (`no_stop_trim`) keep too."""
     matched = finish.get("matched")
     if not isinstance(matched, int):
         return text

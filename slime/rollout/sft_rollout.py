@@ -113,7 +113,7 @@ def _fill_conversation(args: Args, sample: Sample) -> None:
 def _truncate(args: Args, sample: Sample, limit: int) -> None:
     """Truncate the row; one whose prompt alone is too long keeps one response token, which is masked.
 
-    Images behind the end are dropped; the row ends before an image that does not fit.
+    Images after the end are dropped; the row ends before an image that does not fit.
     """
     prompt_len = len(sample.tokens) - sample.response_length
     assert sample.loss_mask is not None

@@ -65,8 +65,8 @@ def generate_rollout(
 def get_model_url(args: Args, model_name: str, endpoint: str = "/generate") -> str:
     """Return an address of a model of --sglang-config, for hooks that send requests themselves.
 
-    It is the router's, or without a router that of an engine, another one at each call. `get_model_pool`
-    also retries on other engines when one fails.
+    This is the router's address or, without a router, the next engine's at each call. `get_model_pool`
+    also retries on other engines.
     """
     return RolloutContext.current().model(model_name).next_url() + endpoint
 
@@ -225,9 +225,8 @@ class BatchFilter:
         for group, reason in self.spares:
             self._reject(group, reason)
         groups = sorted(self.kept, key=group_index)
-        metrics = rollout_metrics(
-            args, groups
-        )  # before stale tokens are masked: they were generated
+        # Before stale tokens are masked, because they were generated too.
+        metrics = rollout_metrics(args, groups)
         metrics |= limit_staleness(args, self.rollout_id, groups, self.context.clock)
         if args.rollout_sample_filter_path:
             flag = "--rollout-sample-filter-path"
@@ -300,7 +299,7 @@ class BatchFilter:
 
 def __getattr__(name: str) -> Any:
     if name in ("GenerateState", "generate_and_rm", "generate_and_rm_group"):
-        from slime.compat import rollout_calls  # of earlier versions, for hooks that ask for them
+        from slime.compat import rollout_calls  # for hooks of earlier versions
 
         return getattr(rollout_calls, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Turn scored samples into training rows: normalise rewards by group, fix loss weights, split over ranks."""
+"""Turn scored samples into training rows: normalise rewards by group, compute loss weights, split over ranks."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _routed_experts(args: Args, samples: list[Sample]) -> list[np.ndarray] | Non
         experts = sample.rollout_routed_experts
         if experts is None:
             raise UserError(
-                f"--use-rollout-routing-replay: sample {sample.index} lacks the expert choices of "
+                f"--use-rollout-routing-replay: sample {sample.index} has no routed experts of "
                 "the engine; a generate function of your own must set sample.rollout_routed_experts"
             )
         column = np.full((len(sample.tokens), *experts.shape[1:]), -1, np.int16)
@@ -217,6 +217,7 @@ def _convert_by_hook(args: Args, samples: list[Sample]) -> RolloutBatch:
         "rollout_log_probs": data.get("rollout_log_probs"),
         "teacher_log_probs": data.get("teacher_log_probs"),
         "metadata": data.get("metadata"),
+        "routed_experts": _routed_experts(args, rows),
         **image_columns(args, rows),
     }
     return RolloutBatch(**columns)
@@ -237,7 +238,7 @@ def _loss_mask(sample: Sample) -> list[int]:
 
 
 def _column(rows: list[Sample], name: str) -> list[list[float]] | None:
-    """Return one list per row, or None if the samples have none; masked rows may lack theirs."""
+    """Return one list per row, or None if the samples have none; only rows without trained tokens may lack it."""
     columns: list[list[float] | None] = [getattr(row, name) for row in rows]
     trained = [columns[row] for row, sample in enumerate(rows) if any(_loss_mask(sample))]
     present = [column is not None for column in trained or columns]

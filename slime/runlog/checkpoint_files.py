@@ -1,7 +1,7 @@
 """Sizes and checksums of the files of a checkpoint, and fsync.
 
 Each rank computes the checksums of its large files right after writing them, while they are in the
-page cache, into `.checksums_<rank>.json`; `take_checksums` merges those at commit and adds the rest.
+page cache, into `.checksums_<rank>.json`; `take_checksums` merges them at commit and computes all others.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def smallest_first(sizes: Mapping[str, int], budget: int) -> list[str]:
 
 
 def share_of_rank(names: Iterable[str], rank: int, world_size: int) -> list[str]:
-    """Return the files that a rank checks: those that it reads itself, if that is known."""
+    """Return the files that a rank checks: those that it reads itself, if their names tell."""
     numbered = enumerate(sorted(names))
     writers = ((name, _WRITER.search(name), number) for number, name in numbered)
     return [n for n, match, i in writers if (int(match[1]) if match else i) % world_size == rank]

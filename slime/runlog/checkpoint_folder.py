@@ -3,6 +3,7 @@
 <save>/iter_0000019/                       complete
 <save>/iter_0000039.tmp/                   being written; ignored, and removed by the next save
 <save>/iter_0000009.deleting/              being removed; likewise
+<save>/iter_0000039/abandoned             of a branch that a rewind (--ckpt-step) left behind: not the newest
 <save>/latest_checkpointed_iteration.txt   "19"
 
 Megatron's own tools write the same layout without our `meta.json`, and converted weights as `release`.
@@ -32,10 +33,11 @@ from slime.runlog.checkpoint_files import (
 TRACKER = "latest_checkpointed_iteration.txt"
 CRITIC = "critic"  # the critic's folder inside a checkpoint
 _META = "meta.json"
+_ABANDONED = "abandoned"  # empty file in a checkpoint: it is loaded only if --ckpt-step names it
 _RELEASE = "release"  # weights that Megatron's tools converted
 _OWN_FILES = ("trainer.json", "fsdp")  # of slime's trainers
 _NAME = re.compile(r"^iter_(\d{7,})$")
-_OWN_SUM = "checksum"  # of meta.json itself
+_META_SUM = "checksum"  # of meta.json itself
 _QUICK_BYTES = 4 << 30  # read of a checkpoint before a run starts: takes seconds
 
 
@@ -47,7 +49,7 @@ class CheckpointMeta:
     weight_version: int  # the version the engines had before this rollout's update
     train_backend: str
     release: bool = False  # weights that no run has trained: a run that loads them starts at 0
-    # Of the files when they were written; checkpoints of older versions have no checksums.
+    # Of the files as written; checkpoints of older versions have no checksums.
     sizes: dict[str, int] = field(default_factory=dict, compare=False)
     checksums: dict[str, str] = field(default_factory=dict, compare=False)
 
@@ -64,26 +66,35 @@ class CheckpointFolder:
     def begin(self, rollout_id: int, clean: bool = True) -> Path:
         """Return an empty folder to write the checkpoint into; `commit` makes it valid.
 
-        Unfinished ones are removed, with `clean` those of other rollouts too: nobody else may be saving.
+        Remove unfinished checkpoints, with `clean` those of other rollouts too: no other process may be saving.
         """
-        aside = self.temporary(rollout_id)
-        for pattern in ("iter_*.tmp", "iter_*.deleting") if clean else (aside.name,):
+        partial = self.temporary(rollout_id)
+        for pattern in ("iter_*.tmp", "iter_*.deleting") if clean else (partial.name,):
             for leftover in self.root.glob(pattern):
                 shutil.rmtree(leftover)
-        aside.mkdir(parents=True)
-        return aside
+        partial.mkdir(parents=True)
+        return partial
 
-    def commit(self, meta: CheckpointMeta, keep: int | None = None) -> Path:
-        """Make a completely written checkpoint the latest one, then remove all but the newest `keep`."""
-        aside, final = self.temporary(meta.rollout_id), self.path(meta.rollout_id)
-        checksums = take_checksums(aside)
-        fields = asdict(replace(meta, sizes=file_sizes(aside), checksums=checksums))
-        (aside / _META).write_text(json.dumps(fields | {_OWN_SUM: _sum(fields)}) + "\n")
-        sync_tree(aside)
+    def commit(
+        self, meta: CheckpointMeta, keep: int | None = None, after: int | None = None
+    ) -> Path:
+        """Make a completely written checkpoint the latest one, then remove all but the newest `keep`.
+
+        `after` is the rollout whose state the run continued from, or its previous checkpoint. Later
+        checkpoints are of a branch that a rewind left behind. They are marked as abandoned before the
+        rename: a crash in between makes `after` the newest, never one of them.
+        """
+        partial, final = self.temporary(meta.rollout_id), self.path(meta.rollout_id)
+        checksums = take_checksums(partial)
+        fields = asdict(replace(meta, sizes=file_sizes(partial), checksums=checksums))
+        (partial / _META).write_text(json.dumps(fields | {_META_SUM: _checksum(fields)}) + "\n")
+        sync_tree(partial)
+        if not meta.release:
+            self._abandon(meta.rollout_id - 1 if after is None else after)
         replaced = self._rename_for_removal(
             meta.rollout_id
         )  # the same rollout, saved before a resume
-        aside.rename(final)
+        partial.rename(final)
         self._point_to(meta.rollout_id)
         if replaced:
             shutil.rmtree(replaced)
@@ -91,39 +102,53 @@ class CheckpointFolder:
         return final
 
     def prune(self, keep: int | None) -> None:
-        """Remove all but the newest `keep`, and never the only one."""
-        for rollout_id in self.rollout_ids()[: -max(keep, 1)] if keep is not None else ():
-            if removed := self._rename_for_removal(rollout_id):
+        """Remove those older than the newest `keep`, which abandoned ones do not count to."""
+        kept = self.rollout_ids()[-max(keep, 1) :] if keep is not None else []
+        for rollout_id in self.complete() if kept else ():
+            if rollout_id < kept[0] and (removed := self._rename_for_removal(rollout_id)):
                 shutil.rmtree(removed)
 
     def discard(self, rollout_id: int) -> None:
         shutil.rmtree(self.temporary(rollout_id), ignore_errors=True)
 
     def rollout_ids(self) -> list[int]:
+        """Return the complete checkpoints that are not abandoned, or all if every one is, oldest first."""
+        complete = self.complete()
+        return [n for n in complete if not (self.path(n) / _ABANDONED).exists()] or complete
+
+    def complete(self) -> list[int]:
         """Return the complete checkpoints, oldest first."""
         if not self.root.is_dir():
             return []
         matches = (_NAME.match(entry.name) for entry in self.root.iterdir())
         return sorted(int(m[1]) for m in matches if m and (self.path(int(m[1])) / _META).exists())
 
+    def _abandon(self, after: int) -> None:
+        """Mark the checkpoints after that rollout, oldest first: until the last mark, nothing has changed."""
+        (self.path(after) / _ABANDONED).unlink(missing_ok=True)
+        for rollout_id in self.complete():
+            if rollout_id > after:
+                (self.path(rollout_id) / _ABANDONED).touch()
+                sync_file(self.path(rollout_id))
+
     def _rename_for_removal(self, rollout_id: int) -> Path | None:
         """Rename a checkpoint before its removal, so that a kill leaves no partial checkpoint."""
-        path, aside = self.path(rollout_id), self.root / f"iter_{rollout_id:07d}.deleting"
+        path, renamed = self.path(rollout_id), self.root / f"iter_{rollout_id:07d}.deleting"
         if not path.exists():
             return None
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-        return aside
+        shutil.rmtree(renamed, ignore_errors=True)
+        path.rename(renamed)
+        return renamed
 
     def temporary(self, rollout_id: int) -> Path:
         """Return the folder that a checkpoint is written into before `commit`."""
         return self.root / f"iter_{rollout_id:07d}.tmp"
 
     def _point_to(self, rollout_id: int) -> None:
-        fresh = self.root / f"{TRACKER}.tmp"
-        fresh.write_text(f"{rollout_id}\n")
-        sync_file(fresh)
-        fresh.replace(self.root / TRACKER)
+        temporary = self.root / f"{TRACKER}.tmp"
+        temporary.write_text(f"{rollout_id}\n")
+        sync_file(temporary)
+        temporary.replace(self.root / TRACKER)
         sync_file(self.root)
 
 
@@ -139,13 +164,14 @@ def find_checkpoint(
     if load is None:
         return None
     folder = CheckpointFolder(load)
-    complete = folder.rollout_ids()
-    foreign = _of_another_tool(folder, complete, step)
+    current = folder.rollout_ids()
+    foreign = _of_another_tool(folder, current, step)
     if foreign is not None:
         return foreign
     if step is None:
         # After a crash between rename and tracker, the newest complete folder counts.
-        return folder.path(complete[-1]) if complete else None
+        return folder.path(current[-1]) if current else None
+    complete = folder.complete()
     if step not in complete:
         raise ConfigError(
             f"{option} {step}: {load} has no complete checkpoint of that step; "
@@ -159,7 +185,7 @@ def _of_another_tool(
 ) -> Path | None:
     """Return the checkpoint without `meta.json` that the tracker, or `step`, names.
 
-    slime renames complete folders to their final names, so such a folder is another tool's, or damaged.
+    slime renames complete folders to their final names, so such a folder was written by another tool, or is damaged.
     """
     tracker = folder.root / TRACKER
     named = str(step)
@@ -190,7 +216,7 @@ def is_foreign(path: Path) -> bool:
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    """Return the checkpoint's metadata; raise ConfigError if a part of it is missing or damaged."""
+    """Return the checkpoint's metadata; raise ConfigError if any part is missing or damaged."""
     if is_foreign(path):
         release = path.name == _RELEASE
         number = int(match[1]) if (match := _NAME.match(path.name)) else 0
@@ -199,12 +225,12 @@ def read_meta(path: Path) -> CheckpointMeta:
         )
     try:
         fields = json.loads((path / _META).read_text())
-        expected = fields.pop(_OWN_SUM, None)
+        expected = fields.pop(_META_SUM, None)
         meta = CheckpointMeta(**fields)
         _check_facts(meta)
     except (ValueError, TypeError, AttributeError) as error:
         raise damaged(path, f"{_META} cannot be read ({error})") from None
-    if expected is not None and _sum(fields) != expected:
+    if expected is not None and _checksum(fields) != expected:
         raise damaged(path, f"{_META} is not what was written")
     if problem := wrong_size(path, meta.sizes):
         raise damaged(path, problem)
@@ -232,7 +258,7 @@ def check_quickly(path: Path, meta: CheckpointMeta) -> None:
 def check_share(path: str | Path, rank: int, world_size: int) -> str | None:
     """Return what is wrong with the files that this rank checks for all others, or None.
 
-    `path` is a checkpoint or a folder inside one. The critic inside a checkpoint is checked by itself.
+    `path` is a checkpoint or a folder inside one. The critic inside a checkpoint is checked separately.
     """
     folder = Path(path)
     root = folder if (folder / _META).exists() else folder.parent
@@ -251,7 +277,9 @@ def damaged(path: Path, what: str) -> ConfigError:
     inside = _NAME.match(path.parent.name) and not _NAME.match(path.name)
     root = path.parent if inside else path
     folder = CheckpointFolder(root.parent)
-    others = [number for number in folder.rollout_ids() if folder.path(number) != root]
+    current = folder.rollout_ids()  # proposed before abandoned ones
+    numbers = sorted(folder.complete(), key=lambda number: (number in current, number))
+    others = [number for number in numbers if folder.path(number) != root]
     intact = next((n for n in reversed(others) if _is_intact(folder.path(n))), None)
     advice = f"use another one: --ckpt-step {intact}" if intact is not None else "there is no other"
     return ConfigError(f"the checkpoint {root} is damaged: {what}; {advice}")
@@ -260,7 +288,7 @@ def damaged(path: Path, what: str) -> ConfigError:
 def _is_intact(path: Path) -> bool:
     try:
         fields = json.loads((path / _META).read_text())
-        fields.pop(_OWN_SUM, None)
+        fields.pop(_META_SUM, None)
         return _problem(path, CheckpointMeta(**fields)) is None
     except (OSError, ValueError, TypeError, AttributeError):
         return False
@@ -279,7 +307,7 @@ def _problem(path: Path, meta: CheckpointMeta) -> str | None:
     return wrong_checksum(path, meta.checksums, names)
 
 
-def _sum(fields: dict[str, object]) -> str:
+def _checksum(fields: dict[str, object]) -> str:
     return f"{zlib.crc32(json.dumps(fields, sort_keys=True).encode()):08x}"
 
 

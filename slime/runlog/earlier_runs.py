@@ -89,14 +89,14 @@ def set_aside(run_dir: Path) -> None:
 
 
 def name_owner(args: Args) -> None:
-    """Record in the folder of --save which run it belongs to, for later starts elsewhere."""
+    """Record in the folder of --save which run owns it, for starts with another --run-dir."""
     if args.save and not args.debug_rollout_only:
         record = {"run_dir": args.run_dir, "outputs": {k: v for k, v in _others(args).items() if v}}
         replace_file(Path(args.save) / OWNER_FILE, json.dumps(record, indent=2).encode() + b"\n")
 
 
 def read_earlier_start(run_dir: Path) -> EarlierStart:
-    """Read the records of the last start; raise ConfigError for files that no run has written."""
+    """Read the records of the last start; raise ConfigError for files that slime did not write."""
     try:
         given, resolved = (_read_yaml(run_dir / name) for name in (CONFIG_FILE, RESOLVED_FILE))
         return EarlierStart(
@@ -118,7 +118,7 @@ def read_earlier_start(run_dir: Path) -> EarlierStart:
 
 def _refuse_foreign_folder(run_dir: Path) -> None:
     names = {entry.name for entry in run_dir.iterdir()} if run_dir.is_dir() else set()
-    # A start that was killed at once leaves some of the first files, or their temporary ones.
+    # A start that was killed immediately leaves some of the first files, or temporary ones.
     begun = {name for name in names if name in _STARTED or re.fullmatch(r"\..*\.tmp", name)}
     if names > begun and not {CONFIG_FILE, ENVIRONMENT_FILE} <= names:
         raise ConfigError(

@@ -1,11 +1,11 @@
-"""What happened in a run besides its metrics, in two files that the driver alone writes.
+"""Events and timeline of a run, in two files that only the driver writes.
 
 events.jsonl     {"time": 1760000000.0, "kind": "engine", "rollout_id": 7, "text": "engine 0 failed ..."}
 timeline.jsonl   {"process": "trainer_0", "time": 1760000001.6, "spans": [["train/steps", 1760000000.0, 1760000001.5]],
                   "memory": {"rss": 500000000}}, one line per process and rollout
 
-Kinds of events: start, end, note, warning, stall, engine, weights. A disk that is full costs the record
-and not the run.
+Kinds of events: start, end, note, warning, stall, engine, weights. On a full disk
+the record is lost and the run continues.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EventLog:
         self._append(EVENTS_FILE, [record])
 
     def activities(self, by_process: dict[str, Activity]) -> None:
-        """Append what each process did since its last report."""
+        """Append each process's phases since its last report."""
         now = time.time()
         records = [
             {"process": name, "time": now, "spans": activity.spans, "memory": activity.memory}

@@ -29,7 +29,7 @@ MARKER = "slime_export.json"
 class ExportInfo:
     """What an export holds and which run made it."""
 
-    rollout_id: int | None = None  # the last rollout trained on; None: not known, or no longer true
+    rollout_id: int | None = None  # the last rollout trained on; None: unknown or outdated
     run_dir: str | None = None  # of the run, absolute; None: not made by a run
 
 
@@ -56,7 +56,7 @@ def commit_export(path: str | Path, info: ExportInfo) -> None:
     sync_tree(partial)
     replace_file(partial / MARKER, json.dumps(asdict(info)).encode() + b"\n")
     sync_file(partial)
-    _take_place(target, partial, replaced)
+    _move_to_target(target, partial, replaced)
 
 
 def discard_export(path: str | Path) -> None:
@@ -65,10 +65,10 @@ def discard_export(path: str | Path) -> None:
 
 
 def recover_export(path: str | Path) -> None:
-    """Finish or undo what a killed process left incomplete: afterwards there is <path> or nothing."""
+    """Finish or undo the export of a killed process: afterwards there is a complete <path> or nothing."""
     target, partial, replaced = _names(path)
     if export_info(partial):
-        _take_place(target, partial, replaced)
+        _move_to_target(target, partial, replaced)
     elif replaced.exists() and not target.exists():
         replaced.rename(target)
     shutil.rmtree(partial, ignore_errors=True)
@@ -83,7 +83,7 @@ def mark_outdated(path: str | Path, rollout_id: int) -> None:
         replace_file(Path(path) / MARKER, json.dumps(asdict(outdated)).encode() + b"\n")
 
 
-def _take_place(target: Path, partial: Path, replaced: Path) -> None:
+def _move_to_target(target: Path, partial: Path, replaced: Path) -> None:
     if target.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced if _is_ours(target) else _free_name(target))

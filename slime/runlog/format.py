@@ -89,7 +89,7 @@ def layout(*, trainers: int, rollout: int, colocate: bool, backend: str, engine:
 
 
 def layout_of(config: dict[str, Any]) -> str:
-    """Return `layout` of a run's configuration, nothing if it lacks numbers: it may be somebody else's."""
+    """Return `layout` of a run's configuration, "" if numbers are missing: the file may be hostile."""
     names = ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus")
     nodes, each, rollout = (config.get(name) for name in names)
     if type(nodes) is not int or type(each) is not int or type(rollout) is not int:

@@ -14,8 +14,8 @@ import orjson
 
 from slime.utils.untrusted_files import open_regular
 
-_LONGEST_LINE = 1 << 26
-_DEEPEST = 64  # of a record's values
+_MAX_LINE_BYTES = 1 << 26
+_MAX_DEPTH = 64  # of a record's values
 
 
 def append_lines(path: Path, records: Sequence[Mapping[str, object]]) -> list[int]:
@@ -34,7 +34,7 @@ def append_lines(path: Path, records: Sequence[Mapping[str, object]]) -> list[in
 
 
 def dump_line(record: Mapping[str, object]) -> bytes:
-    """Return the line of a record; what JSON cannot hold is stored as text, since records do not end a run."""
+    """Return the line of a record; values that JSON cannot hold become text, so that a record never ends a run."""
     try:
         return orjson.dumps(record) + b"\n"
     except TypeError:
@@ -46,9 +46,9 @@ def _storable(value: object, depth: int = 0) -> object:
         return value
     if isinstance(value, int) and abs(value) < 2**63:
         return int(value)
-    if isinstance(value, Mapping) and depth < _DEEPEST:
+    if isinstance(value, Mapping) and depth < _MAX_DEPTH:
         return {_text(key): _storable(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, list | tuple) and depth < _DEEPEST:
+    if isinstance(value, list | tuple) and depth < _MAX_DEPTH:
         return [_storable(item, depth + 1) for item in value]
     item = getattr(value, "item", None)  # scalars of numpy and torch
     plain = item() if callable(item) and getattr(value, "size", 0) == 1 else None
@@ -81,10 +81,10 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with open_regular(path) as file:
-        while line := file.readline(_LONGEST_LINE):
-            if len(line) == _LONGEST_LINE:
+        while line := file.readline(_MAX_LINE_BYTES):
+            if len(line) == _MAX_LINE_BYTES:
                 while line and not line.endswith(b"\n"):
-                    line = file.readline(_LONGEST_LINE)
+                    line = file.readline(_MAX_LINE_BYTES)
                 continue
             record = parse_line(line)
             if record is not None:
@@ -94,7 +94,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 class LineTail:
     """Reads a growing file in steps: each call of `read` returns the complete lines added since the last.
 
-    A file that was replaced or cut (a run that resumes rewrites its records) starts again from the
+    A file that was replaced or truncated (a resumed run rewrites its records) is read from the
     beginning, and `restarts` counts up. A line that is longer than a whole step is skipped.
     """
 
@@ -153,7 +153,7 @@ def replace_file(path: Path, content: bytes) -> None:
     """Replace a file atomically: a reader, or a crash, sees the old content or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        # A file of its own: what has this name in a folder of others may be a link to anything.
+        # A new file: in a folder of another user an existing one may be a link to anything.
         temporary.unlink(missing_ok=True)
         with temporary.open("xb", buffering=0) as file:
             write_whole(file, content)
@@ -183,7 +183,7 @@ def drop_partial_line(path: Path) -> None:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line, or None if it is none."""
+    """Return the record of a line, or None if it is not a JSON object."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:

@@ -18,7 +18,7 @@ from slime.utils.printable import safe_text
 
 logger = logging.getLogger(__name__)
 
-# Libraries that report every request or file lock; their warnings still come through.
+# Libraries that report every request or file lock; their warnings are still logged.
 _NOISY = (
     "aiohttp.access",
     "asyncio",
@@ -79,7 +79,7 @@ class _FileFormatter(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """Ignore OSError: a full disk loses log lines, and the run itself reports what it could not write."""
+    """Ignore OSError: a full disk loses log lines, and the run itself reports failed writes."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):

@@ -28,10 +28,10 @@ _PHASE_ORDER = ("start", "generate", "train", "update_weights", "eval", "save")
 
 
 def name_stale_gap(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics with the log-prob gap renamed where it measures staleness too.
+    """Return the metrics with the log-prob gap renamed if it includes staleness.
 
-    `train/log_prob_gap_*` is a distance under the same weights. Of tokens that earlier weights generated it
-    holds what the updates since then have changed, and is `train/stale_log_prob_gap_*`.
+    `train/log_prob_gap_*` compares log-probs of the same weights. For tokens of earlier weights it also
+    contains the change of the updates since then, and is called `train/stale_log_prob_gap_*`.
     """
     if not metrics.get(STALENESS_MAX):
         return dict(metrics)

@@ -1,7 +1,7 @@
-"""Whose config.yaml is this? A run signs what it writes there with the key of its user.
+"""Which user wrote a config.yaml? A run signs the file with the key of its user.
 
-Options name code (--custom-rm-path), environment variables and permissions (--allow-unsandboxed-code), so those of a
-folder that somebody else made are not taken over.
+Options name code (--custom-rm-path), environment variables and permissions (--allow-unsandboxed-code), so those of
+another user's folder are not used.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from slime.utils.untrusted_files import is_signed, sign
 
 _LINE = "# signed for this user: "
 _SIGNATURE = re.compile(rf"\n{_LINE}([0-9a-f]{{64}})\n\Z")
-_PURPOSE = b"\0config.yaml\0"  # no signature of it is one of stored functions
+_PURPOSE = b"\0config.yaml\0"  # so that it is no valid signature of stored functions
 
 
 def signed(text: str) -> str:
-    """Return the text with a last line that marks it as this user's; as it is if there is no key."""
+    """Append a line that marks the text as this user's; return it unchanged if there is no key."""
     try:
         return f"{text}{_LINE}{sign(_PURPOSE + text.encode()).hex()}\n"
     except (OSError, RuntimeError, UserError):  # no home, or one that cannot be written

@@ -24,7 +24,7 @@ from slime.utils.printable import printable, safe_text
 
 @dataclass(kw_only=True)
 class RunState:
-    """Everything shown about a run; it changes only through `enter`, `leave` and `update`."""
+    """Everything shown about a run; only `enter`, `leave` and `update` change it."""
 
     run_name: str
     model: str

@@ -56,6 +56,8 @@ class ModelShape:
     linear_layers: int = 0  # gated delta nets; the other layers' attention then has a gate
     linear_width: int = 0  # rows of the projections of one
     linear_state: int = 0  # elements of its state
+    latent_weights: int = 0  # of the projections of one layer with multi-head latent attention
+    latent_dims: int = 0  # of a head's queries and values there
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -64,6 +66,9 @@ class ModelShape:
         heads = config["num_attention_heads"]
         experts = config.get("num_experts") or config.get("n_routed_experts") or 0
         experts = experts or config.get("num_local_experts") or 0
+        width = config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
+        shared = config.get("shared_expert_intermediate_size")
+        shared = shared or width * (config.get("n_shared_experts") or 0)
         return cls(
             hidden=config["hidden_size"],
             layers=config["num_hidden_layers"],
@@ -74,10 +79,11 @@ class ModelShape:
             ffn=config.get("intermediate_size") or 0,
             num_experts=experts,
             experts_per_token=(config.get("num_experts_per_tok") or 0) if experts else 0,
-            expert_ffn=config.get("moe_intermediate_size") or config.get("intermediate_size") or 0,
-            shared_ffn=config.get("shared_expert_intermediate_size") or 0,
+            expert_ffn=width,
+            shared_ffn=shared,
             dense_layers=config.get("first_k_dense_replace"),
             **_delta_nets(config),
+            **_latent_attention(config),
         )
 
     @property
@@ -86,7 +92,8 @@ class ModelShape:
         heads = 2 * self.heads + 2 * self.kv_heads  # q and o, k and v
         heads += self.heads if self.linear_layers else 0
         full, linear = self.layers - self.linear_layers, self.linear_layers * self.linear_width
-        attention = self.hidden * (full * heads * self.head_dim + linear)
+        one = self.latent_weights or self.hidden * heads * self.head_dim
+        attention = full * one + self.hidden * linear
         dense = 3 * self.hidden * self.ffn
         expert = 3 * self.hidden * (self.experts_per_token * self.expert_ffn + self.shared_ffn)
         expert += self.hidden * self.num_experts  # the router
@@ -95,8 +102,24 @@ class ModelShape:
         return attention + mixed + self.hidden * self.vocab
 
 
+def _latent_attention(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of multi-head latent attention (DeepSeek-V3), as the trainer computes it."""
+    kv_rank, q_rank = config.get("kv_lora_rank"), config.get("q_lora_rank")
+    if not kv_rank:
+        return {}
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    query, value = heads * (nope + rope), heads * config["v_head_dim"]
+    q = q_rank * (hidden + query) if q_rank else hidden * query
+    kv = hidden * (kv_rank + rope) + kv_rank * (heads * nope + value)
+    return {
+        "latent_weights": q + kv + value * hidden,
+        "latent_dims": nope + rope + config["v_head_dim"],
+    }
+
+
 def _delta_nets(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes of gated delta nets, of which three in four layers have one unless it says so."""
+    """Return the sizes of gated delta nets; by default three in four layers have one."""
     values = config.get("linear_num_value_heads")
     if not values:
         return {}
@@ -116,7 +139,8 @@ def forward_flops(shape: ModelShape, lens: Iterable[int]) -> float:
     lens = list(lens)
     pairs = sum(n * (n + 1) / 2 for n in lens)
     full = shape.layers - shape.linear_layers
-    attention = 4 * full * shape.heads * shape.head_dim * pairs  # scores, and their use
+    dims = shape.latent_dims or 2 * shape.head_dim  # scores, and the sum of values
+    attention = 2 * full * shape.heads * dims * pairs
     # A token reads a state with its key, writes to it, and reads it with its query.
     states = 6 * shape.linear_layers * shape.linear_state * sum(lens)
     return 2.0 * shape.weights_per_token * sum(lens) + attention + states

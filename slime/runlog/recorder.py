@@ -1,7 +1,7 @@
-"""What a run tells its user: phases as they happen, metrics once per rollout.
+"""What a run shows its user: phases as they happen, metrics once per rollout.
 
 The display is a live panel on a terminal and one line per rollout elsewhere. It never ends a run: if
-drawing fails, the error is logged and the display is switched off.
+drawing fails, the error is logged and the display is turned off.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from slime.utils.printable import printable, safe_text
 logger = logging.getLogger(__name__)
 
 _LEARNING = ("rollout", "train")
-_ENOUGH_ROLLOUTS = 5  # before a run is told that nothing is learned
+_MIN_ROLLOUTS = 5  # before a run warns that nothing is learned
 
 
 class Recorder:
@@ -57,7 +57,7 @@ class Recorder:
         self._warnings = LearningWarnings(args.run_dir, args.to_dict())
         self.deadline = PhaseDeadline(args)
         self._metrics: dict[str, float] = {}
-        self.failed_phase: str | None = None  # the outermost one that an error left
+        self.failed_phase: str | None = None  # the outermost phase that raised
         cards = gpus()
         train_gpus = args.num_training_gpus
         self._gpus = {
@@ -81,7 +81,7 @@ class Recorder:
         self._metrics.update(metrics)
 
     def add_trained(self, rollout_id: int, reports: Mapping[str, Sequence[TrainReport]]) -> None:
-        """Keep what the ranks of each model report: metrics of the first, tokens and activity of all."""
+        """Keep the ranks' reports by model: metrics of the first rank, tokens and activity of all."""
         for name, ranks in reports.items():
             self.add(ranks[0].metrics)
             activities = [report.activity for report in ranks[:MAX_RANKS]]
@@ -93,14 +93,14 @@ class Recorder:
         self._events.activities(by_process)
 
     def log_learning(self, rollout_id: int) -> None:
-        """What was learned from the rollout, one line per kind, before a checkpoint counts it as done."""
+        """Log what was learned from the rollout, one line per kind, before a checkpoint counts it as done."""
         self._metrics = names.name_stale_gap(self._metrics)
         self._write(rollout_id, {k: v for k, v in self._metrics.items() if _kind(k) in _LEARNING})
 
     def log(self, rollout_id: int, *, starting: bool = False) -> None:
-        """The rest: evaluation, and times since the previous call.
+        """Log all other metrics: evaluation, and times since the previous call.
 
-        What belongs to the start of a run, and so comes again when it is resumed, is of kind "start".
+        Times of the start of a run, which every resume repeats, are of kind "start".
         """
         self._metrics.update(self._timer.take())
         self._metrics.update(throughput_metrics(self._metrics, **self._gpus))
@@ -115,7 +115,7 @@ class Recorder:
         try:
             for text in self._warnings.new():
                 self.message(f"warning: {text}")
-        except Exception:  # a statement about the run never ends it
+        except Exception:  # a check of the run never ends it
             logger.warning("the checks of what is learned failed", exc_info=True)
 
     def message(self, text: str, kind: str = "note") -> None:
@@ -127,7 +127,7 @@ class Recorder:
         self._events.event(kind, text, **values)
 
     def end(self, outcome: str, reason: str = "") -> None:
-        """Record the end, "complete", "stopped" or "failed": it tells the run from one that was killed."""
+        """Record the end, "complete", "stopped" or "failed": a run that was killed has none."""
         self.add_activities({"driver": self._timer.activity()})
         self.event("end", reason, outcome=outcome)
 
@@ -145,7 +145,7 @@ class Recorder:
 
 
 def _kind(name: str) -> str:
-    """`rollout`, `train`, `eval` or `perf`: the part before the slash."""
+    """Return `rollout`, `train`, `eval` or `perf`: the part before the slash."""
     return name.split("/", 1)[0]
 
 
@@ -154,7 +154,7 @@ class LearningWarnings:
 
     def __init__(self, run_dir: str | Path, config: dict[str, Any]) -> None:
         self._metrics, self._samples = MetricStore(Path(run_dir)), SampleStore(Path(run_dir))
-        self._config, self._told = config, set[str]()
+        self._config, self._seen = config, set[str]()
 
     def new(self) -> list[str]:
         """Return the findings that are new since the previous call, as text."""
@@ -162,7 +162,7 @@ class LearningWarnings:
         self._samples.update()
         evidence = Evidence(metrics=self._metrics, samples=self._samples, config=self._config)
         found = [repeated_prompts(evidence)]
-        if len(self._metrics.values(names.REWARD)) >= _ENOUGH_ROLLOUTS:
+        if len(self._metrics.values(names.REWARD)) >= _MIN_ROLLOUTS:
             later = [check(evidence) for check in (equal_groups, entropy, gradient)]
             found += [finding for finding in later if finding and finding.level == "problem"]
         held = {
@@ -170,8 +170,8 @@ class LearningWarnings:
             for finding in found
             if finding
         }
-        texts = [f"{one.title}. {one.text}" for key, one in held.items() if key not in self._told]
-        self._told = set(held)
+        texts = [f"{one.title}. {one.text}" for key, one in held.items() if key not in self._seen]
+        self._seen = set(held)
         return texts
 
 
@@ -215,38 +215,38 @@ class LiveDisplay:
         self._drawing: _Drawing | None = (PanelDisplay if live else PlainDisplay)(
             self._state, console
         )
-        self._contained(self._drawing.start)
+        self._safely(self._drawing.start)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        self._contained(lambda: self._state.enter(name))
+        self._safely(lambda: self._state.enter(name))
         try:
             yield
         finally:
-            self._contained(self._state.leave)
+            self._safely(self._state.leave)
 
     def update(self, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a rollout, with its `rollout_id`; before the first one, of the start."""
-        self._contained(lambda: self._update(metrics))
+        self._safely(lambda: self._update(metrics))
 
     def message(self, text: str) -> None:
         """Print a line above the live panel."""
         drawing = self._drawing
-        self._contained(
+        self._safely(
             lambda: drawing.message(text) if drawing else print(safe_text(text), flush=True)
         )
 
     def close(self) -> None:
         drawing, self._drawing = self._drawing, None
         if drawing is not None:
-            self._contained(drawing.stop)
+            self._safely(drawing.stop)
 
     def _update(self, metrics: Mapping[str, float]) -> None:
         is_rollout = self._state.update(metrics)
         if self._drawing is not None:
             (self._drawing.show_rollout if is_rollout else self._drawing.show_start)()
 
-    def _contained(self, action: Callable[[], object]) -> None:
+    def _safely(self, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception:
@@ -292,7 +292,7 @@ class PlainDisplay:
         self._console.file.flush()
 
     def stop(self) -> None:
-        """Do nothing: no terminal state to restore."""
+        """Do nothing: there is no terminal state to restore."""
 
 
 def start_line(state: RunState) -> str:

@@ -1,4 +1,4 @@
-"""The folder a run leaves behind: writing its files, and reading them for report and summary.
+"""The run folder: write its files, and read them for report and summary.
 
 config.yaml            what was set, loadable with --config; defaults and derived values as comments
 config_resolved.yaml   every value with its origin
@@ -41,9 +41,9 @@ from slime.utils.untrusted_files import read_regular
 if TYPE_CHECKING:
     from slime.config.arguments import Args
 
-_HEADER = "# slime run. Repeat it in a folder of its own: slime train --config THIS_FILE --run-dir NEW_FOLDER\n"
+_HEADER = "# slime run. To repeat it in a new folder: slime train --config THIS_FILE --run-dir NEW_FOLDER\n"
 _REPEATED = ("command line", "config", "own option")  # origins of what the user set
-_MOST_BYTES = 16 << 20  # of environment.json
+_MAX_BYTES = 16 << 20  # of environment.json
 # Belong to one start, not to the run.
 _NOT_REPEATED = ("config", "run_dir", "dry_run", "wandb_run_id", "watch")
 
@@ -85,14 +85,14 @@ def open_run_folder(args: Args, *, loaded: Path | None = None) -> Path:
 
 
 def check_run_folder(args: Args, *, loaded: Path | None = None) -> bool:
-    """Refuse a folder that is no run's, writing nothing; return whether to set earlier results aside."""
+    """Refuse a folder that is not a run's, without writing; return whether to set earlier results aside."""
     if Path(args.run_dir).is_file():
         raise ConfigError(f"--run-dir {args.run_dir} is a file; name a folder")
     return check_earlier_results(args, _given(args), loaded)
 
 
 def resume_line(args: Args, start_rollout_id: int) -> str:
-    """Return where a resumed run goes on, and what differs from the last start in its folder.
+    """Return where a resumed run continues, and what differs from the last start in its folder.
 
     `continuing after rollout 39: --lr 0.0002 -> 5e-05, --num-rollout 40 -> 50`
     """
@@ -181,7 +181,7 @@ class RunData:
     run_dir: Path
     series: dict[str, list[Point]]
     phases: list[tuple[int, dict[str, float]]]  # seconds per phase of each rollout
-    rollout_seconds: list[float]  # of each rollout, phases and what lies between them
+    rollout_seconds: list[float]  # of each rollout, including the time between phases
     samples: list[tuple[int, SampleRow]]
     config: dict[str, Any]
     origins: dict[str, str]
@@ -266,7 +266,7 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
     """Return the machine of each start, an empty list if they cannot be read."""
     try:
-        starts = json.loads(read_regular(run_dir / ENVIRONMENT_FILE, _MOST_BYTES))["starts"]
+        starts = json.loads(read_regular(run_dir / ENVIRONMENT_FILE, _MAX_BYTES))["starts"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
     return [start for start in starts if _is_start(start)] if isinstance(starts, list) else []

@@ -1,4 +1,4 @@
-"""config.yaml and config_resolved.yaml of run folders: written plainly, read as if somebody else had written them."""
+"""config.yaml and config_resolved.yaml of run folders: written without aliases, read as untrusted files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,21 @@ import yaml
 from slime.core.errors import UserError
 from slime.utils.untrusted_files import read_regular
 
-_MOST_BYTES = 4 << 20
-_DEEPEST = 32
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_MAX_BYTES = 4 << 20
+_MAX_DEPTH = 32
+_BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _OPENS = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
 _CLOSES = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
+
+
+class _Loader(_BASE):
+    """Reads dates as text: JSON has no dates."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
+        for first, resolvers in _BASE.yaml_implicit_resolvers.items()
+    }
 
 
 class _Dumper(yaml.SafeDumper):
@@ -40,7 +50,7 @@ def read_resolved(path: Path) -> dict[str, dict[str, Any]]:
 
 def read_text(path: Path) -> str:
     try:
-        return read_regular(path, _MOST_BYTES).decode()
+        return read_regular(path, _MAX_BYTES).decode()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path} cannot be read: {reason}") from None
@@ -49,7 +59,7 @@ def read_text(path: Path) -> str:
 def parse_run_yaml(text: str, path: Path) -> dict[str, Any]:
     try:
         _check(text)
-        found = yaml.load(text, Loader=_LOADER)
+        found = yaml.load(text, Loader=_Loader)
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     found = {} if found is None else found
@@ -59,11 +69,11 @@ def parse_run_yaml(text: str, path: Path) -> dict[str, Any]:
 
 
 def _check(text: str) -> None:
-    """Refuse what a run never writes: the C loader recurses without a limit, and aliases multiply."""
+    """Refuse aliases, tags and deep nesting: the C loader recurses without a limit, and aliases multiply."""
     depth = 0
-    for event in yaml.parse(text, Loader=_LOADER):
+    for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, _OPENS) - isinstance(event, _CLOSES)
-        if depth > _DEEPEST:
-            raise ValueError(f"it is nested over {_DEEPEST} deep")
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"it is nested over {_MAX_DEPTH} deep")
         if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) is not None:
             raise ValueError("it has aliases or tags")

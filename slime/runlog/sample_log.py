@@ -49,19 +49,19 @@ class SampleRow:
     prompt_length: int
     response_length: int
     label: str | None = None
-    kind: str = "train"  # "train", "train/<dataset>" where there are several, or "eval/<dataset>"
+    kind: str = "train"  # "train", "train/<dataset>" of several, or "eval/<dataset>"
     trained_length: int | None = None  # response tokens that count in the loss; None: all
     removed: bool = False  # has no weight in training
     weight_versions: list | None = None  # [oldest, newest] that generated the response
-    trajectory: int | None = None  # which samples of one agent's run share; None: it is alone
-    rewards: dict | None = None  # components, where the reward is a dictionary
+    trajectory: int | None = None  # shared by the samples of one trajectory; None: only one sample
+    rewards: dict | None = None  # components, if the reward is a dictionary
     error: str | None = None  # why generation or reward failed
-    messages: list | None = None  # the conversation, where an agent recorded it
+    messages: list | None = None  # the conversation, if an agent recorded it
     images: list | None = None  # SHA-256 of each image, whose thumbnail is images/SHA256.png
 
 
 class SampleLog:
-    """Writes what is kept of samples; `decode` gives the texts of token ids."""
+    """Writes texts, numbers and tokens of samples; `decode` gives the texts of token ids."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class SampleLog:
                 replace_file(path, self._thumbnail(file))
 
     def _by_dataset(self, rows: list[SampleRow], samples: list[Sample]) -> list[SampleRow]:
-        """Name the dataset of each row, where training has several."""
+        """Name the dataset of each row, if training has several."""
         if not self._datasets:
             return rows
         names = {sample.index: sample.metadata.get("dataset") for sample in samples}
@@ -131,7 +131,7 @@ class SampleLog:
 
 
 def read_thumbnails(run_dir: str | Path, keys: object) -> list[str]:
-    """Return the kept thumbnails of a row's `images` as data URIs; files that no run wrote are skipped."""
+    """Return the kept thumbnails of a row's `images` as data URIs; files of any other kind are skipped."""
     found = []
     for key in keys[:_MAX_PARTS] if isinstance(keys, list) else ():
         if isinstance(key, str) and re.fullmatch("[0-9a-f]{64}", key):
@@ -213,7 +213,7 @@ def _with_failures(rows: Sequence[SampleRow], chosen: list[int]) -> list[int]:
 
 
 def _with_branches(rows: Sequence[SampleRow], chosen: list[int]) -> list[int]:
-    """Add the other samples of the chosen ones' trajectories: an agent's branches are read together."""
+    """Add all samples of the chosen samples' trajectories: an agent's branches are read together."""
     wanted = {(rows[n].group_index, t) for n in chosen if (t := rows[n].trajectory) is not None}
     others = [n for n, row in enumerate(rows) if (row.group_index, row.trajectory) in wanted]
     return sorted({*chosen, *others[: len(chosen) + _MAX_PARTS]})
@@ -249,8 +249,8 @@ def _shorten(text: str) -> str:
     if len(text) <= MAX_TEXT_CHARS:
         return text
     half = MAX_TEXT_CHARS // 2
-    left_out = len(text) - 2 * half
-    return f"{text[:half]}\n[... {left_out:,} characters left out ...]\n{text[-half:]}"
+    omitted = len(text) - 2 * half
+    return f"{text[:half]}\n[... {omitted:,} characters left out ...]\n{text[-half:]}"
 
 
 def batch_rows(samples: list[Sample], batch: RolloutBatch) -> list[SampleRow]:
@@ -299,7 +299,7 @@ def _sha256(file: bytes) -> str:
 
 
 def _prompt(sample: Sample) -> str:
-    """Return the prompt as the model saw it, where an agent's endpoint recorded that, else the data's."""
+    """Return the prompt as the model saw it, if an agent's endpoint recorded it, else the data's."""
     rendered = sample.metadata.get("rendered_prompt")
     prompt = rendered if isinstance(rendered, str) else sample.prompt
     return prompt if isinstance(prompt, str) else _as_json(prompt)
@@ -319,7 +319,7 @@ def _error(sample: Sample) -> str | None:
 
 
 def _messages(messages: object) -> list[dict[str, object]] | None:
-    """Return the conversation with shortened texts; parts that are no text become their type."""
+    """Return the conversation with shortened texts; parts other than text become their type."""
     if not isinstance(messages, list) or not messages:
         return None
     kept = evenly([m for m in messages if isinstance(m, dict)], _MAX_PARTS)

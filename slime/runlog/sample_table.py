@@ -5,7 +5,7 @@ samples.table.json  {"format": 1, "datasets": ["train", "eval/gsm8k"], "statuses
 prompts.jsonl       {"hash": "099290565e74443b", "text": "the end of the prompt"}, once per prompt
 
 `text` is the byte offset of the sample's line in samples.jsonl, which holds the text of a few samples of
-every rollout; -1 for the others. A rollout of more than MAX_ROWS samples keeps whole groups, evenly chosen.
+every rollout; -1 without one. A rollout of more than MAX_ROWS samples keeps whole groups, evenly chosen.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPTS_FILE = "prompts.jsonl"
 MAX_ROWS = 1024  # of one rollout and dataset
 MAX_PROMPTS = 100_000
 MOST_RECORDS = 1 << 24  # that are read of one table, 1.3 GB
-_MOST_HEADER = 1 << 24  # bytes
+_MAX_HEADER = 1 << 24  # bytes
 _PROMPT_CHARS = 240
 STATUSES = [status.value for status in Status]
 SAMPLE_DTYPE = np.dtype(
@@ -86,9 +86,9 @@ class PromptLog:
     def add(self, prompts: Iterable[str]) -> None:
         if self._known is None:
             self._known = {str(record.get("hash")) for record in read_lines(self._path)}
-        room = MAX_PROMPTS - len(self._known)
+        free = MAX_PROMPTS - len(self._known)
         hashed = {f"{prompt_hash(prompt):016x}": prompt for prompt in dict.fromkeys(prompts)}
-        new = [name for name in hashed if name not in self._known][: max(room, 0)]
+        new = [name for name in hashed if name not in self._known][: max(free, 0)]
         if new:
             records = [{"hash": name, "text": hashed[name][-_PROMPT_CHARS:]} for name in new]
             append_lines(self._path, records)
@@ -132,14 +132,14 @@ def prompt_hash(prompt: str) -> int:
 def read_header(run_dir: Path) -> list[str]:
     """Return the names of the datasets, by their number in the table."""
     try:
-        datasets = json.loads(read_regular(run_dir / HEADER_FILE, _MOST_HEADER))["datasets"]
+        datasets = json.loads(read_regular(run_dir / HEADER_FILE, _MAX_HEADER))["datasets"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
     return [str(name) for name in datasets] if isinstance(datasets, list) else []
 
 
 def read_table(run_dir: Path, start: int = 0) -> np.ndarray:
-    """Return the records from number `start` on; those that are being written are left out."""
+    """Return the records from number `start` on; without a partially written one."""
     path = run_dir / TABLE_FILE
     try:
         count = min(path.stat().st_size // SAMPLE_DTYPE.itemsize, MOST_RECORDS) - start
@@ -152,7 +152,7 @@ def read_table(run_dir: Path, start: int = 0) -> np.ndarray:
 
 
 def cut_table(run_dir: Path, is_kept: IsKept, samples_file: Path) -> None:
-    """Keep the records that `is_kept` accepts; find their lines again in samples.jsonl, which was cut too."""
+    """Keep the records that `is_kept` accepts; update their offsets in samples.jsonl, which was cut before."""
     if not (run_dir / TABLE_FILE).exists():
         return
     table, datasets = read_table(run_dir), read_header(run_dir)
@@ -182,7 +182,7 @@ def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _whole_groups(rows: Sequence[SampleRow], wanted: set[int]) -> list[int]:
-    """Return the numbers of at most about MAX_ROWS rows: groups of the `wanted` ones, then evenly chosen."""
+    """Return the numbers of at most about MAX_ROWS rows: the groups of the `wanted` rows, then evenly chosen groups."""
     if len(rows) <= MAX_ROWS:
         return list(range(len(rows)))
     groups: dict[int | None, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The closing lines of a run: what was learned, where the report is, what to try next."""
+"""The closing lines of a run: what was learned, the path of the report, what to try next."""
 
 from __future__ import annotations
 

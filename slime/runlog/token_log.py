@@ -10,7 +10,7 @@ tokens/eval_0000013_<dataset>.safetensors    the evaluation after rollout 12
 `position` counts from the first prompt token.
 
 Of a long sample MAX_TOKENS are kept: the end of its prompt, the beginning and the end of its response. Of a
-long run MAX_FILES are kept: the latest, and ever fewer of the older ones.
+long run MAX_FILES are kept: the latest, and progressively fewer of older rollouts.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ TOKENS_FOLDER = "tokens"
 VOCABULARY_FILE = "vocabulary.jsonl"
 MAX_TOKENS = 4096  # of one sample
 MAX_FILES = 2048  # of one kind
-_MOST_SAMPLES = 1 << 20  # of one file
-_MOST_DIGITS = 9  # of a token id
+_MAX_SAMPLES = 1 << 20  # of one file
+_MAX_DIGITS = 9  # of a token id
 _PROMPT_SHARE = 512
 TRAINER_SUFFIX = ".trainer"
 
@@ -53,12 +53,12 @@ class TokenColumns:
 def kept_positions(prompt_len: int, response_len: int) -> np.ndarray:
     """Return the positions that are kept of a sample; 9,000 response tokens keep 1,792 at either end."""
     prompt = min(prompt_len, max(_PROMPT_SHARE, MAX_TOKENS - response_len))
-    room = MAX_TOKENS - prompt
+    budget = MAX_TOKENS - prompt
     end = prompt_len + response_len
     first = np.arange(prompt_len - prompt, prompt_len)
-    if response_len <= room:
+    if response_len <= budget:
         return np.concatenate([first, np.arange(prompt_len, end)])
-    half = room // 2
+    half = budget // 2
     head, tail = np.arange(prompt_len, prompt_len + half), np.arange(end - half, end)
     return np.concatenate([first, head, tail])
 
@@ -143,7 +143,7 @@ def trained_columns(rows: Sequence[TrainedTokens]) -> list[TokenColumns]:
 
 
 class TokenLog:
-    """Writes token files and the vocabulary; a disk that is full costs the record and not the run."""
+    """Writes token files and the vocabulary; on a full disk the record is lost and the run continues."""
 
     def __init__(self, run_dir: str | Path, max_files: int = MAX_FILES) -> None:
         self._folder, self._max_files = Path(run_dir) / TOKENS_FOLDER, max_files
@@ -207,11 +207,11 @@ def read_tokens(run_dir: Path, name: str, sample_index: int) -> TokenColumns | N
 
 
 def _read_columns(file: Any, sample_index: int) -> TokenColumns | None:
-    """Read one sample alone; None for a file of other types and shapes than `TokenLog` writes."""
+    """Read one sample only; None for a file of other types and shapes than `TokenLog` writes."""
     shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     count, index = shapes.pop("num_tokens"), shapes.pop("sample_index")
     total = shapes["position"]
-    if count != index or len(count) != 1 or count[0] > _MOST_SAMPLES or len(total) != 1:
+    if count != index or len(count) != 1 or count[0] > _MAX_SAMPLES or len(total) != 1:
         return None
     indices, sizes = (file.get_tensor(name) for name in ("sample_index", "num_tokens"))
     places = np.flatnonzero(indices == sample_index)
@@ -234,13 +234,13 @@ def read_vocabulary(folder: Path) -> dict[int, str]:
 
 def words_of(record: dict[str, Any]) -> dict[int, str]:
     """Return the token ids and texts of a line of the vocabulary."""
-    return {int(i): str(t) for i, t in record.items() if i.isdecimal() and len(i) <= _MOST_DIGITS}
+    return {int(i): str(t) for i, t in record.items() if i.isdecimal() and len(i) <= _MAX_DIGITS}
 
 
 def cut_tokens(run_dir: Path, start_rollout_id: int) -> None:
     """Delete the token files of rollouts that will be repeated."""
     for path in (run_dir / TOKENS_FOLDER).glob("*_*.safetensors"):
-        first = start_rollout_id + path.name.startswith("eval_")  # whose numbers count from -1
+        first = start_rollout_id + path.name.startswith("eval_")  # their numbers are rollout_id + 1
         if _number(path) >= first:
             path.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Metrics go to metrics.jsonl, and to TensorBoard and Weights & Biases if enabled.
+"""Write metrics to metrics.jsonl, and to TensorBoard and Weights & Biases if enabled.
 
 The only importer of tensorboard and wandb, each only if its flag is set.
 """
@@ -69,7 +69,7 @@ class Tracker:
 
 
 def cut_back(run_dir: str | Path, start_rollout_id: int) -> int:
-    """Remove what a run recorded from `start_rollout_id` on, before it repeats those rollouts.
+    """Remove a run's records from `start_rollout_id` on, before it repeats those rollouts.
 
     Call it before the Tracker is created. Return the number of lines dropped, including a partial
     last line and the samples of an unfinished evaluation, which will be repeated.
@@ -123,7 +123,7 @@ class _JsonlSink:
 
     def write(self, values: Mapping[str, float | None], rollout_id: int, kind: str) -> None:
         record = {"rollout_id": rollout_id, "kind": kind, "time": time.time(), **values}
-        if not self._path.exists():  # it was deleted: continue in a new file
+        if not self._path.exists():  # deleted by somebody: continue in a new file
             self._file.close()
             self._open()
         write_whole(self._file, dump_line(record))
@@ -164,7 +164,7 @@ class _WandbSink:
         kept_id = run_id_file.read_text().strip() if run_id_file.exists() else None
         try:
             self._run = wandb.init(
-                mode=args.wandb_mode or "online",
+                mode=args.wandb_mode,  # None: WANDB_MODE, or what `wandb offline` set
                 dir=str(folder),
                 entity=args.wandb_team,
                 project=args.wandb_project or "slime",
@@ -181,7 +181,7 @@ class _WandbSink:
                 "--wandb-mode offline and upload later with `wandb sync`."
             ) from None
         run_id_file.write_text(f"{self._run.id}\n")
-        # W&B's own step may only grow; rollout_id goes back to the checkpoint after a resume.
+        # W&B's own step must increase; rollout_id goes back to the checkpoint after a resume.
         self._run.define_metric("*", step_metric="rollout_id")
 
     def write(self, values: Mapping[str, float | None], rollout_id: int, kind: str) -> None:
@@ -194,11 +194,14 @@ class _WandbSink:
 
 def _wandb_settings(args: Args) -> dict[str, Any]:
     """Return server and key. The key stays in this process's memory; no file of the run holds it."""
+    import wandb
+
     settings: dict[str, Any] = {"x_disable_meta": True}  # the metadata would hold the command line
     if args.wandb_host:
         settings["base_url"] = args.wandb_host
     key = args.wandb_key or read_env().wandb_api_key
-    if key and args.wandb_mode not in ("offline", "disabled"):
+    mode = args.wandb_mode or wandb.setup().settings.mode
+    if key and mode not in ("offline", "disabled"):
         settings["api_key"] = key
     return settings
 

@@ -1,4 +1,4 @@
-"""External engines: servers that somebody else runs, checked before training and used like our own."""
+"""External engines: servers that the user runs, checked before training and used like our own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _UNKNOWN_SERVER = _OPTION + " {url}: this is a server, but not SGLang's or slime
 
 
 def find_external(args: Args) -> list[EngineInfo]:
-    """Return the engines of --rollout-external-engine-addrs; raise UserError for one that does not fit."""
+    """Return the engines of --rollout-external-engine-addrs; raise UserError for an unsuitable one."""
     urls = [engine_url(address) for address in args.rollout_external_engine_addrs or ()]
     found = [_find(args, url) for url in urls]
     _check_all_differ(urls)
@@ -52,7 +52,7 @@ def _find(args: Args, url: str) -> EngineInfo:
                 f"{_OPTION} {url}: the engine requires its API key: set SLIME_ENGINE_TOKEN to it"
             ) from error
         raise UserError(_UNKNOWN_SERVER.format(url=url)) from error
-    if not isinstance(model, dict) or "weight_version" not in model:
+    if not (isinstance(model, dict) and isinstance(server, dict) and "weight_version" in model):
         raise UserError(_UNKNOWN_SERVER.format(url=url))
     _check_model(args, url, model)
     _check_tokenizer(args, url)
@@ -80,23 +80,23 @@ def missing_image_options(server: dict[str, Any]) -> list[str]:
 
 
 def version_warning(engines: list[EngineInfo]) -> str | None:
-    """Return a warning if versions differ, for two versions do not compute quite the same."""
+    """Return a warning if versions differ, since their results differ slightly."""
     versions = {f"{engine.kind} {engine.version}" for engine in engines}
     if len(versions) < 2:
         return None
     where = ", ".join(f"{e.url} is {e.kind} {e.version}" for e in engines)
-    return f"warning: the engines are of {len(versions)} versions ({where}): start them with the same one"
+    return f"warning: the engines have {len(versions)} versions ({where}): use one version for all"
 
 
 def _check_all_differ(urls: list[str]) -> None:
-    """Refuse two addresses of one server: it would join a weight update twice and wait for itself."""
+    """Refuse two addresses of one server: it would join a weight update twice and deadlock."""
     seen: dict[tuple[Any, ...], str] = {}
     for url in urls:
         parts = urlsplit(url)
         for place in {info[4] for info in socket.getaddrinfo(parts.hostname, port_of(parts))}:
             if seen.setdefault(place, url) != url:
                 raise UserError(
-                    f"{_OPTION}: {seen[place]} and {url} are the same engine: name it once"
+                    f"{_OPTION}: {seen[place]} and {url} are the same engine: list it once"
                 )
 
 
@@ -104,25 +104,25 @@ def _check_model(args: Args, url: str, model: dict[str, Any]) -> None:
     config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text())
     if not model.get("is_generation", True):
         raise UserError(f"{_OPTION} {url}: {model['model_path']} does not generate text")
-    there_too = {**_config_of(model["model_path"]), **model}
+    served = {**_config_of(model["model_path"]), **model}
     for key in ("architectures", "model_type", *_SIZES):
-        here, there = config.get(key), there_too.get(key)
-        if here and there and here != there:
+        local, remote = config.get(key), served.get(key)
+        if local and remote and local != remote:
             raise UserError(
-                f"{_OPTION} {url} serves {model['model_path']} with {key} {there}, but --hf-checkpoint "
-                f"{args.hf_checkpoint} has {here}: start it with the model that is trained"
+                f"{_OPTION} {url} serves {model['model_path']} with {key} {remote}, but --hf-checkpoint "
+                f"{args.hf_checkpoint} has {local}: start it with the model that is trained"
             )
 
 
 def _config_of(model_path: str) -> dict[str, Any]:
-    """Return the model's config if its folder is on this machine too: servers do not report a model's sizes."""
+    """Return the model's config if this machine has its folder: servers do not report a model's sizes."""
     with suppress(OSError, ValueError):
         return json.loads((Path(model_path) / "config.json").read_text())
     return {}
 
 
 def _check_tokenizer(args: Args, url: str) -> None:
-    """Compare the tokens that the engine makes of a text with those of --hf-checkpoint's tokenizer."""
+    """Compare the engine's tokens of a text with those of --hf-checkpoint's tokenizer."""
     tokenizer = load_tokenizer(args.hf_checkpoint)
     body = {
         "text": _TEXT,
@@ -135,30 +135,30 @@ def _check_tokenizer(args: Args, url: str) -> None:
     except HttpError as error:
         raise UserError(f"{_OPTION} {url} does not generate: {error}") from error
     try:
-        there = [entry[1] for entry in reply["meta_info"]["input_token_logprobs"]]
+        remote = [entry[1] for entry in reply["meta_info"]["input_token_logprobs"]]
     except (KeyError, TypeError) as error:
         raise UserError(_UNKNOWN_SERVER.format(url=url)) from error
-    if there != list(tokenizer.encode(_TEXT)):
+    if remote != list(tokenizer.encode(_TEXT)):
         raise UserError(
             f"{_OPTION} {url} has another tokenizer than --hf-checkpoint {args.hf_checkpoint}: start it "
-            "with the tokenizer of the model that is trained"
+            "with the model that is trained"
         )
 
 
 class ExternalGroup:
-    """Engines that this run neither starts nor stops; one that does not answer is left out until it does.
+    """Engines that this run neither starts nor stops; unresponsive ones are skipped until they answer.
 
-    The same interface as `slime.ray.engine_group.EngineGroup`.
+    It has the interface of `slime.ray.engine_group.EngineGroup`.
     """
 
     def __init__(self, args: Args, *, token: str):
         self.args, self.token = args, token
         self.unsynced: list[EngineInfo] = []
         self.all: list[EngineInfo] = []
-        self._silent: set[int] = set()
+        self._unresponsive: set[int] = set()
 
     def start(self) -> None:
-        """Do nothing: they run already."""
+        """Do nothing: external engines are already running."""
 
     def wait(self, notify: Callable[[str], None] = lambda text: None) -> None:
         remember_key(map(engine_url, self.args.rollout_external_engine_addrs or ()), self.token)
@@ -169,7 +169,7 @@ class ExternalGroup:
             notify(warning)
 
     def last_log_lines(self) -> str:
-        """Return nothing: they are up, or the run ends at once."""
+        """Return "": external engines have no log here."""
         return ""
 
     @property
@@ -177,12 +177,12 @@ class ExternalGroup:
         return len(self.all)
 
     def members(self) -> list[Any]:
-        """Return none: they are no processes of this run."""
+        """Return no processes: external engines do not belong to this run."""
         return []
 
     @property
     def infos(self) -> list[EngineInfo]:
-        return [info for index, info in enumerate(self.all) if index not in self._silent]
+        return [info for index, info in enumerate(self.all) if index not in self._unresponsive]
 
     @property
     def serving(self) -> list[EngineInfo]:
@@ -191,26 +191,27 @@ class ExternalGroup:
     def failed(self, *, paused: bool = False) -> list[int]:
         timeout, route = self.args.rollout_health_check_timeout, health_route(paused)
         healthy = call_all(self.all, lambda info: answers(info.url, timeout, route))
-        return [i for i, ok in enumerate(healthy) if not ok or i in self._silent]
+        return [i for i, ok in enumerate(healthy) if not ok or i in self._unresponsive]
 
     def restart(self, index: int, notify: Callable[[str], None] = lambda text: None) -> str:
-        """Leave an engine out that does not answer, or take it back once it does again."""
+        """Skip an engine that does not answer, or include it again once it does."""
         info = self.all[index]
         self.unsynced = [other for other in self.unsynced if other != info]
-        route = health_route(paused=index in self._silent)  # an update may have left it so
+        # A failed update may have left it paused.
+        route = health_route(paused=index in self._unresponsive)
         if not answers(info.url, self.args.rollout_health_check_timeout, route):
-            self._silent.add(index)
-            return f"the engine at {info.url} does not answer; going on without it"
-        self._silent.discard(index)
+            self._unresponsive.add(index)
+            return f"the engine at {info.url} does not answer; continuing without it"
+        self._unresponsive.discard(index)
         self.unsynced.append(info)
         return f"the engine at {info.url} answers again"
 
     def admit(self) -> None:
-        """Note that all of them hold the current weights."""
+        """Record that all engines have the current weights."""
         self.unsynced = []
 
     def route(self, engines: list[EngineInfo]) -> dict[str, ModelAddress]:
-        """Return the engines, or the router of --sglang-router-ip, which has them as workers already."""
+        """Return the engines, and the router of --sglang-router-ip, whose workers they already are."""
         router = external_router_url(self.args)
         remember_key([router] if router else [], self.token)
         return {DEFAULT_MODEL: ModelAddress(urls=[info.url for info in engines], router=router)}
@@ -219,7 +220,7 @@ class ExternalGroup:
         return False
 
     def release(self) -> None:
-        """Do nothing: their memory is their owner's."""
+        """Do nothing: this run does not manage the memory of external engines."""
 
     def resume(self, tag: str) -> None: ...
 

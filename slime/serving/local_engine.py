@@ -1,10 +1,9 @@
-"""Texts of a model in a Hugging Face folder, by an embedded engine that lives as long as the call."""
+"""Generates texts with a model in a Hugging Face folder, by an embedded engine started for the call."""
 
 from __future__ import annotations
 
 import json
 import secrets
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,21 +13,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slime.config.env import child_env
 from slime.core.errors import UserError
+from slime.serving.servers import ServerProcess
 from slime.utils.sync_http import HttpError, post_json
 
 _CONCURRENCY = 64
+_START_TIMEOUT_S = 3600.0  # reading a large model from a slow disk
 _STOP_TIMEOUT_S = 30
+_POLL_S = 0.05
 
 
 def generate_texts(
     model: Path, prompts: Sequence[str | list[dict[str, Any]]], sampling: Mapping[str, Any]
 ) -> list[str]:
-    """Return one response per prompt, which is a text or a list of messages; fields have OpenAI's names."""
+    """Return one response per prompt (a text or a list of messages); `sampling` has OpenAI's fields."""
     with _engine(model) as (url, token), ThreadPoolExecutor(_CONCURRENCY) as pool:
 
-        def ask(prompt: str | list[dict[str, Any]]) -> str:
+        def generate(prompt: str | list[dict[str, Any]]) -> str:
             text = isinstance(prompt, str)
             route = "completions" if text else "chat/completions"
             payload = {"model": "model", "prompt" if text else "messages": prompt, **sampling}
@@ -37,41 +38,31 @@ def generate_texts(
             return choice["text"] if text else choice["message"]["content"] or ""
 
         try:
-            return list(pool.map(ask, prompts))
+            return list(pool.map(generate, prompts))
         except HttpError as error:
             raise UserError(f"the engine refused a request: {error}") from None
 
 
 @contextmanager
-def _engine(model: Path) -> Iterator[tuple[str, str]]:
+def _engine(model: Path, *, start_timeout_s: float = _START_TIMEOUT_S) -> Iterator[tuple[str, str]]:
     """Yield URL and key of an engine on a free port of this machine."""
     token = secrets.token_urlsafe(24)
     with tempfile.TemporaryDirectory() as folder:
-        port_file, log = Path(folder) / "port", Path(folder) / "log"
+        port_file = Path(folder) / "port"
         command = [sys.executable, "-m", "slime.engine.server", "--model-path", str(model)]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--port", "0", "--port-file", str(port_file)],
-                env=child_env(SLIME_ENGINE_TOKEN=token),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
+        command += ["--host", "127.0.0.1", "--port", "0", "--port-file", str(port_file)]
+        process = ServerProcess(command, Path(folder) / "log", {"SLIME_ENGINE_TOKEN": token})
         try:
+            deadline = time.monotonic() + start_timeout_s
             while not port_file.exists():
-                if process.poll() is not None:
-                    lines = log.read_text(errors="replace").splitlines() or ["no output"]
-                    raise UserError(f"the engine for {model} did not start: {lines[-1]}")
-                time.sleep(0.05)
+                ended = process.status() is not None
+                if ended or time.monotonic() > deadline:
+                    why = (
+                        "did not start" if ended else f"was not ready after {start_timeout_s:.0f} s"
+                    )
+                    last_line = process.last_lines(1) or "no output"
+                    raise UserError(f"the engine for {model} {why}: {last_line}")
+                time.sleep(_POLL_S)
             yield f"http://127.0.0.1:{json.loads(port_file.read_text())['port']}", token
         finally:
-            _stop(process)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(_STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+            process.stop(_STOP_TIMEOUT_S)

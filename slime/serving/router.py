@@ -1,7 +1,7 @@
 """sglang-router in front of several engines: it chooses the engine of each request by cached prefix.
 
-It gets only /generate; abort, pause and weight updates go to every engine directly. Its clients need the
-run's key, which it sends to the engines too.
+It receives only /generate; abort, pause and weight updates go directly to every engine. Its clients need the
+run's key, which it also sends to the engines.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from slime.utils.sync_http import HttpError, delete_json, get_json, post_json
 
 _START_TIMEOUT_S = 60.0
 _WORKER_TIMEOUT_S = 120.0
-_PORT_TRIES = 3
+_PORT_ATTEMPTS = 3
 _POLL_S = 0.2
-# The router takes its key only as an option, and every user can read a command line: the option is added
+# The router takes its key only as an option, and all users can read command lines, so the option is added
 # inside the process, from its environment.
 _LAUNCH = (
     "import os, sys; from sglang_router.launch_router import main; "
@@ -55,10 +55,10 @@ def router_argv(
         "port": port,
     }
     argv = [python, "-c", _LAUNCH]
-    return argv + [part for name, value in values.items() for part in _spell(name, value)]
+    return argv + [part for name, value in values.items() for part in _option_argv(name, value)]
 
 
-def _spell(name: str, value: object) -> list[str]:
+def _option_argv(name: str, value: object) -> list[str]:
     option = option_of(name)
     if isinstance(value, bool):
         return [option] if value else []
@@ -68,7 +68,7 @@ def _spell(name: str, value: object) -> list[str]:
 
 
 class RouterClient:
-    """The workers of a router that is up at `url`, whoever runs it."""
+    """Manages the workers of a running router at `url`."""
 
     def __init__(self, token: str, url: str = "", log: str = "") -> None:
         self.url, self._token, self._log = url, token, log
@@ -83,7 +83,7 @@ class RouterClient:
     def set_workers(self, engines: list[EngineInfo]) -> None:
         """Route to exactly these engines of this run; return once the router has found them healthy.
 
-        Workers that somebody else added stay.
+        Workers that this run did not add stay.
         """
         known, wanted = self._workers(), {info.url: info for info in engines}
         for url in (self._added & known.keys()) - wanted.keys():
@@ -112,7 +112,7 @@ class RouterClient:
 
 
 class Router(RouterClient):
-    """A router process of this run. `split`: it pairs prefill with decode engines; `port`: 0 for a free one."""
+    """A router process of this run. `split`: pair prefill with decode engines; `port` 0: any free port."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Router(RouterClient):
         self._process: ServerProcess | None = None
 
     def start(self) -> None:
-        for _ in range(_PORT_TRIES):
+        for _ in range(_PORT_ATTEMPTS):
             port, metrics_port = self._port or find_port(self._host), find_port(self._host)
             argv = router_argv(
                 self.args,
@@ -145,7 +145,7 @@ class Router(RouterClient):
             self._process = ServerProcess(argv, self.log_path, {"SLIME_ENGINE_TOKEN": self._token})
             self.url = f"http://{self._host}:{port}"
             remember_key([self.url], self._token)
-            if self._comes_up():
+            if self._wait_until_up():
                 return
             lines = self._process.last_lines()
             self._process.stop()
@@ -162,11 +162,9 @@ class Router(RouterClient):
 
     def stop(self) -> None:
         if self._process is not None:
-            self._process.stop(
-                timeout_s=1.0
-            )  # it would wait for requests that are not needed any more
+            self._process.stop(timeout_s=1.0)  # do not wait for its open requests
 
-    def _comes_up(self) -> bool:
+    def _wait_until_up(self) -> bool:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline and self.alive():
             if self.answers():
@@ -176,26 +174,25 @@ class Router(RouterClient):
 
 
 class ExternalRouter(RouterClient):
-    """The router of --sglang-router-ip: somebody else runs it; the engines of this run are added and removed."""
+    """The router of --sglang-router-ip, run by the user; this run adds and removes its own engines."""
 
     def __init__(self, args: Args, *, token: str):
         super().__init__(token, external_router_url(args) or "")
         remember_key([self.url], token)
 
     def start(self, timeout_s: float = _START_TIMEOUT_S) -> None:
-        """Wait until it answers."""
+        """Wait until the router answers."""
         if not wait_until(self.answers, timeout_s, every_s=_POLL_S):
             raise UserError(
                 f"--sglang-router-ip, --sglang-router-port: no sglang-router answers at {self.url}: start it, "
-                "or remove both flags and slime starts its own; one with an API key needs it in "
-                "SLIME_ENGINE_TOKEN"
+                "or remove both flags and slime starts its own; if it has an API key, set SLIME_ENGINE_TOKEN to it"
             )
 
     def alive(self) -> bool:
         return self.answers()
 
     def stop(self) -> None:
-        """Remove the engines of this run from it."""
+        """Remove the engines of this run from the router."""
         with suppress(HttpError, UserError):
             self.set_workers([])
 
@@ -209,9 +206,9 @@ def external_router_url(args: Args) -> str | None:
 def make_router(
     args: Args, engines: list[EngineSpec], host: str, token: str
 ) -> Router | ExternalRouter | None:
-    """Return the router of one model's engines; None if the pool spreads requests itself.
+    """Return the router of one model's engines; None if the pool distributes requests itself.
 
-    That is so for one engine, and where sglang-router is not installed.
+    It does so for a single engine, and if sglang-router is not installed.
     """
     if external_router_url(args) is not None:
         return ExternalRouter(args, token=token)

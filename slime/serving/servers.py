@@ -1,4 +1,4 @@
-"""Servers of engines and the router: started in a process group with a log file, waited for, checked, stopped.
+"""Engine and router servers: start in a process group with a log file, wait until ready, check, stop.
 
 Checks go over HTTP: does a server answer, is it idle, does an engine compute what the trainer computes.
 """
@@ -32,7 +32,7 @@ _STOP_TIMEOUT_S = 10
 _LAST_LINES = 15
 _TAIL_BYTES = 65536
 _START_TIMEOUT_S = 3600.0  # reading hundreds of gigabytes from a slow disk, and capturing graphs
-_SILENT_TIMEOUT_S = 600.0  # a server that makes progress writes a line now and then
+_SILENT_TIMEOUT_S = 600.0  # a server that makes progress writes to its log
 _POLL_S = 0.5
 _MEMORY_TIMEOUT_S = 2.0
 _FLUSH_TIMEOUT_S = 60.0
@@ -40,11 +40,11 @@ _PROBE_TIMEOUT_S = 120.0
 
 
 class ServerProcess:
-    """Started by the constructor. Processes that it starts in turn end with it."""
+    """A server started by the constructor, in a process group that `stop` kills."""
 
     def __init__(self, command: list[str], log_path: Path, env: dict[str, str] | None = None):
         self.log_path = log_path
-        # Servers print all their settings, keys of their routes among them.
+        # Servers print all their settings, including API keys.
         log_path.touch(mode=0o600)
         self._log_start = log_path.stat().st_size  # after what an earlier server wrote
         with log_path.open("ab") as log:
@@ -85,7 +85,7 @@ class ServerProcess:
         return "\n".join(lines[-count:])
 
     def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> None:
-        """Terminate it, then kill what is left of its process group."""
+        """Terminate it, then kill the rest of its process group."""
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -111,7 +111,7 @@ def _die_with_parent() -> None:
 
 
 class StartError(Exception):
-    """Why a server did not come up, as the end of a sentence."""
+    """Why a server did not start; the message completes a sentence about the server."""
 
 
 def wait_until_ready(
@@ -125,10 +125,10 @@ def wait_until_ready(
     start_timeout_s: float = _START_TIMEOUT_S,
     silent_timeout_s: float = _SILENT_TIMEOUT_S,
 ) -> None:
-    """Return once the server that was started answers; raise StartError if it exits, stops logging or is late.
+    """Return once the started server answers; raise StartError if it exits, stops logging or times out.
 
-    The key is sent only to a process of this run: another one may have taken the port first. `label` is
-    the version of the weights that the server must report.
+    The key is sent only to a process of this run: another process may have taken the port first. `label`
+    is the version of the weights that the server must report.
     """
     forget_keys([url])  # an earlier server may have had this port
     started = time.monotonic()
@@ -138,8 +138,8 @@ def wait_until_ready(
             raise StartError(f"ended with status {status}")
         if time.monotonic() - started > start_timeout_s:
             raise StartError(f"was not up after {start_timeout_s:.0f} s")
-        silent_s = time.time() - log_path.stat().st_mtime
-        if min(silent_s, time.monotonic() - started) > silent_timeout_s:
+        idle_s = time.time() - log_path.stat().st_mtime
+        if min(idle_s, time.monotonic() - started) > silent_timeout_s:
             raise StartError(f"has written nothing for {silent_timeout_s:.0f} s")
         time.sleep(_POLL_S)
 
@@ -169,7 +169,7 @@ def failed_engines(
     timeout: float,
     route: str = "/health",
 ) -> list[int]:
-    """Return the indices of the engines that are dead or hang."""
+    """Return the indices of the engines that are dead or do not answer in time."""
     pairs = list(zip(handles, infos, strict=True))
     healthy = call_all(
         pairs, lambda pair: pair[0].alive(timeout) and answers(pair[1].url, timeout, route)
@@ -178,10 +178,10 @@ def failed_engines(
 
 
 def health_route(paused: bool) -> str:
-    """Return the route that a working server answers in time.
+    """Return the route that a healthy server answers in time.
 
-    SGLang's /health generates a token, which a paused server does not. Its /server_info asks the
-    scheduler too and is answered even then.
+    SGLang's /health generates a token, which a paused server cannot. Its /server_info also needs the
+    scheduler and works while paused.
     """
     return "/server_info" if paused else "/health"
 
@@ -195,16 +195,16 @@ def answers(url: str, timeout: float, route: str = "/health") -> bool:
 
 
 def engine_memory(engines: Sequence[EngineInfo]) -> dict[str, Activity]:
-    """Return the memory of embedded engines, by "engine_0", ...; those that do not answer are left out."""
+    """Return the memory of embedded engines, by "engine_0", ...; engines that do not answer are omitted."""
 
-    def ask(engine: EngineInfo) -> dict[str, int]:
+    def read_memory(engine: EngineInfo) -> dict[str, int]:
         with contextlib.suppress(HttpError, LookupError, TypeError):
             found = get_json(f"{engine.url}/server_info", timeout=_MEMORY_TIMEOUT_S, retries=0)
             return dict(found["internal_states"][0]["memory"])
         return {}
 
     known = [(i, engine) for i, engine in enumerate(engines) if engine.kind == "slime"]
-    memory = call_all([engine for _, engine in known], ask) if known else []
+    memory = call_all([engine for _, engine in known], read_memory) if known else []
     return {
         f"engine_{i}": Activity(memory=held)
         for (i, _), held in zip(known, memory, strict=True)
@@ -221,8 +221,8 @@ def flush_until_idle(
 ) -> None:
     """Flush a server's cache, which succeeds only once the server is idle, within `timeout_s`.
 
-    SGLang exits when its memory is released while a request is running, so a flush goes first. A working
-    server answers each attempt at once, so one that takes longer than `answer_timeout_s` hangs.
+    SGLang exits when its memory is released while a request is running, so flush first. A healthy server
+    answers each attempt immediately: one that takes longer than `answer_timeout_s` hangs.
     """
 
     def flush() -> None:
@@ -239,13 +239,13 @@ def check_probe(engine: EngineInfo, probe: Probe) -> None:
     if not gap <= probe.tolerance:
         raise WeightMismatchError(
             f"engine {engine.url} does not compute what the trainer computes: log-probs of the probe "
-            f"tokens differ by {gap:.3g} on average (allowed {probe.tolerance:g}); its weights are not those that "
-            "were sent, or its model differs"
+            f"tokens differ by {gap:.3g} on average (allowed {probe.tolerance:g}); its weights are not those "
+            "sent, or its model differs"
         )
 
 
 def _probe_log_probs(url: str, probe: Probe) -> list[float]:
-    """Ask for each token as the one generated next: engines divide only those logits by the temperature."""
+    """Score each token as the next generated one: engines apply the temperature only to those logits."""
     tokens = list(probe.tokens)
     body = {
         "input_ids": [tokens[:end] for end in range(1, len(tokens))],
@@ -255,4 +255,10 @@ def _probe_log_probs(url: str, probe: Probe) -> list[float]:
         **({} if probe.adapter is None else {"lora_path": probe.adapter}),
     }
     replies = post_json(f"{url}/generate", body, timeout=_PROBE_TIMEOUT_S)
-    return [reply["meta_info"]["output_token_ids_logprobs"][0][0][0] for reply in replies]
+    with contextlib.suppress(LookupError, TypeError, ValueError):
+        entries = [reply["meta_info"]["output_token_ids_logprobs"][0][0] for reply in replies]
+        if len(entries) == len(probe.log_probs):
+            return [float(entry[0]) for entry in entries]
+    raise HttpError(
+        f"engine {url} replied without the log-probs of the probe tokens: {str(replies)[:200]}", 200
+    )

@@ -25,7 +25,7 @@ _PORT_IN_USE = re.compile(
 
 
 def engine_url(address: str) -> str:
-    """Spell 10.0.0.1:30000 and http://10.0.0.1:30000/ the same way."""
+    """Normalize an address: 10.0.0.1:30000 and http://10.0.0.1:30000/ become http://10.0.0.1:30000."""
     return (address if "://" in address else f"http://{address}").rstrip("/")
 
 
@@ -35,12 +35,12 @@ def port_of(url: SplitResult) -> int:
 
 
 def own_host() -> str:
-    """Return SLIME_HOST_IP if it is an address of this node, else the one Ray knows the node by.
+    """Return SLIME_HOST_IP if it is an address of this node, else Ray's address of the node.
 
     While all processes of the run are on one node, this is the loopback address.
     """
     given = read_env().host_ip
-    if given and _is_local(given):  # it may have been set on another node and come with the job
+    if given and _is_local(given):  # it may come from another node's environment
         return given
     if not read_env().several_nodes:
         return _LOOPBACK
@@ -77,7 +77,7 @@ class Ports:
 def find_ports(host: str) -> Ports:
     """Return free ports for an SGLang server.
 
-    Another process may take one before the server binds it: the start is then repeated.
+    Another process may bind one before the server does: the start is then repeated.
     """
     server = _find(host, lambda port: [port, *_block(port + _DERIVED_OFFSET)])
     rendezvous = _find(host, _block, apart_from=server)

@@ -1,4 +1,4 @@
-"""Blocking calls at the same time, and waiting for a condition."""
+"""Run blocking calls concurrently, and wait for a condition."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_all(items: Sequence[Item], call: Callable[[Item], Result]) -> list[Futur
 def call_all(items: Sequence[Item], call: Callable[[Item], Result]) -> list[Result]:
     """Return what `call` returns for every item, called at the same time, once all calls have ended.
 
-    Several HTTP failures are raised as one error with all messages, of any others the first one.
+    Several HTTP failures are raised as one error with all messages; otherwise the first error is raised.
     """
     futures = run_all(items, call)
     errors = [error for future in futures if (error := future.exception()) is not None]

@@ -1,6 +1,6 @@
 """Whether this process computes on CUDA or on the CPU; decided only here.
 
-Torch is imported inside functions: processes that only place others start faster without it.
+Torch is imported inside functions: processes that only start others start faster without it.
 """
 
 from __future__ import annotations

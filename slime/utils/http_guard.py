@@ -52,7 +52,7 @@ class Refused(Exception):
 def check_browser(request: web.Request, bound_host: str, *, own_pages: bool = False) -> None:
     """Refuse requests that a web page can make a browser send to a local server.
 
-    Browsers name the page in `Origin`; with `own_pages`, pages of this server may ask it. DNS rebinding
+    Browsers name the page in `Origin`; with `own_pages`, pages of this server are allowed. DNS rebinding
     makes a foreign name resolve to this machine; the name is in `Host`, where genuine requests to a
     server on loopback have a loopback name.
     """
@@ -142,9 +142,7 @@ class GuardedServer:
             logger=_quiet_logger(),
         )
         self._most = limits.max_connections
-        self._idle: dict[
-            Any, float
-        ] = {}  # connection -> deadline of its next request; oldest first
+        self._idle: dict[Any, float] = {}  # connection -> deadline for a request; oldest first
         self._busy: set[Any] = set()
         self._accepting: asyncio.AbstractServer | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -194,9 +192,9 @@ class GuardedServer:
             self._forget_closed()
             now = time.monotonic()
             for connection in [c for c, until in self._idle.items() if until <= now]:
-                self._close_late(connection, now)
+                self._close_expired(connection, now)
 
-    def _close_late(self, connection: Any, now: float) -> None:
+    def _close_expired(self, connection: Any, now: float) -> None:
         writing = connection.transport is not None and connection.transport.get_write_buffer_size()
         if not writing or self._idle[connection] + _WRITE_TIMEOUT_S <= now:
             self._close(connection)
@@ -229,9 +227,7 @@ class _QuietFilter(logging.Filter):
     def __init__(self, every_s: float = 10.0) -> None:
         super().__init__()
         self._every_s = every_s
-        self._last: dict[
-            str, tuple[float, int]
-        ] = {}  # kind -> time of the last log line, suppressed since
+        self._last: dict[str, tuple[float, int]] = {}  # kind -> (last log time, suppressed)
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None

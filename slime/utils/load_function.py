@@ -45,7 +45,7 @@ def load_function(
 
 @cache
 def load_hook(path: str, *, flag: str, protocol: type) -> Callable[..., Any]:
-    """Return `load_function`'s result, whose exceptions become one paragraph that names the flag and the line."""
+    """Return `load_function`'s result, whose exceptions are raised as UserError with the flag and the line."""
     fn = load_function(path, flag=flag, protocol=protocol)
 
     @functools.wraps(fn)
@@ -129,7 +129,7 @@ def _hook_failed(flag: str, path: str, error: Exception) -> str:
     where = "".join(f" at {f.filename}:{f.lineno} ({f.line})" for f in (own or frames)[-1:])
     return (
         f"{flag} {path} failed{where}: {type(error).__name__}: {error}\n"
-        "The log of its process, in logs/ of the run folder, has the whole traceback."
+        "The log of its process, in logs/ of the run folder, has the full traceback."
     )
 
 

@@ -124,7 +124,7 @@ def gpus() -> list[Gpu]:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Return the lowest of this machine's GPUs, such as (9, 0) for Hopper; None where nothing tells it."""
+    """Return the lowest of this machine's GPUs, such as (9, 0) for Hopper; None if it is unknown."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
@@ -167,7 +167,10 @@ def available_memory() -> int:
         amounts += [int(found[1]) * 1024] if found else []
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        amounts.append(int(limit.read_text()) - int(used.read_text()))
+        stat = Path("/sys/fs/cgroup/memory.stat").read_text()
+        cache = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)  # is reclaimed when needed
+        free = int(limit.read_text()) - int(used.read_text())
+        amounts.append(free + (int(cache[1]) if cache else 0))
     return min(amounts) if amounts else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -213,8 +216,8 @@ class TeProbe:
 def probe_te(python: str = sys.executable) -> TeProbe:
     """Import TransformerEngine with `python` and report what this GPU supports.
 
-    Its compiled extension must match torch and needs the libraries of a GPU: in a subprocess, an import
-    that fails or crashes does not affect this one and is reported in one line.
+    Its compiled extension must match torch and needs GPU libraries. It is imported in a subprocess,
+    because the import may crash.
     """
     try:
         done = subprocess.run(

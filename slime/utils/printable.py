@@ -29,7 +29,7 @@ def hide_secrets(text: str) -> str:
 
 
 def hide_in_address(address: str) -> str:
-    """Do the same for what follows the scheme: host/x?key=S -> host/x?key=***"""
+    """Hide the same in a URL without its scheme: host/x?key=S -> host/x?key=***"""
     before, mark, query = address.partition("?")
     host, slash, path = before.partition("/")
     _, at, host = host.rpartition("@")

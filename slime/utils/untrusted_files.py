@@ -48,7 +48,7 @@ def sign(content: bytes) -> bytes:
     if not path.exists():
         _make_key(path)
     key = read_private(path)
-    if len(key) != _KEY_BYTES:  # of a full disk: anybody could sign with an empty key
+    if len(key) != _KEY_BYTES:  # truncated by a full disk: anybody could sign with an empty key
         raise UserError(f"{path} is damaged: remove it, and a new one is made")
     return hmac.digest(key, content, "sha256")
 

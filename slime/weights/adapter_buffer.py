@@ -3,13 +3,14 @@
     first update    pack ─▶ handle, config, names, shapes, offsets ─▶ the engine opens the buffer and keeps it
     later ones      pack ─▶ the buffer's key and the version        ─▶ copy, read back, checksum
 
-An engine that no longer has the buffer (it restarted, or released its memory) answers 409. A new buffer is made then:
-the name of the old one is gone, so that a run that is killed leaves nothing in /dev/shm.
+An engine that no longer has the buffer (it restarted, or released its memory) answers 409. A new buffer is created
+then: the old one is already unlinked, so that a killed run leaves nothing in /dev/shm.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -24,7 +25,7 @@ from slime.weights.adapter_update import AdapterUpdate, SentAdapter
 from slime.weights.buckets import TensorMetadata, dtype_name
 from slime.weights.checksum import RunningChecksums, format_checksum
 from slime.weights.engine_client import EngineClient, transfer_timeout_s
-from slime.weights.ipc import SharedBuffer, finish_reading
+from slime.weights.ipc import BufferHandle, SharedBuffer, finish_reading, release_export
 
 _ROUTE = "/load_lora_adapter_from_tensors"
 _UNKNOWN = 409  # the engine has no such buffer
@@ -37,7 +38,7 @@ class BufferUnknown(Exception):
 class AdapterBuffer:
     """The matrices of one adapter end to end, in order of name and in one dtype.
 
-    Without `kept` engines close the buffer after one update, and the owner does so too.
+    Without `kept`, engines and owner close the buffer after one update.
     """
 
     def __init__(self, adapter: AdapterUpdate, device: torch.device, *, kept: bool) -> None:
@@ -57,10 +58,12 @@ class AdapterBuffer:
         shapes = (tensor.shape for _, tensor in adapter.gathered)
         self._views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         self._sums = RunningChecksums()
-        self._opened: set[str] = set()  # URLs of the engines that keep it open
+        self._opened: set[str] = set()  # URLs of engines that have it open
+        self._handles: dict[str, BufferHandle] = {}  # by URL of the engines that they were sent to
+        self._forgotten: set[str] = set()  # URLs of engines that no longer have it open
 
     def takes(self, adapter: AdapterUpdate, device: torch.device, urls: set[str]) -> bool:
-        """Return whether these engines have it open, and it has the adapter's names, shapes, dtype and settings."""
+        """Return whether these engines have it open and it matches the adapter's names, shapes, dtype and settings."""
         return urls <= self._opened and self._device == device and self._facts == _facts(adapter)
 
     @torch.no_grad()
@@ -91,8 +94,11 @@ class AdapterBuffer:
             self._shared.unlink()
         return replies
 
-    def close(self) -> None:
-        """Free the memory; that of a GPU when every engine has closed it too."""
+    def close(self, is_alive: Callable[[str], bool]) -> None:
+        """Free the memory; GPU memory is freed once every engine at a live URL has closed it too."""
+        for url, handle in self._handles.items():
+            if url in self._forgotten or not is_alive(url):
+                release_export(handle)
         del self._views, self._flat, self._packed
         self._shared.close()
 
@@ -104,11 +110,13 @@ class AdapterBuffer:
             body["load_format"] = "slime_kept"
         else:
             body |= {"load_format": "slime_shm", "config_dict": self._config}
-            body |= {"metadata": self._metadata, "handle": self._shared.export()}
+            handle = self._handles[engine.url] = self._shared.export()
+            body |= {"metadata": self._metadata, "handle": handle}
         try:
             return engine.post(_ROUTE, body, transfer_timeout_s(self.nbytes))
         except HttpError as error:
             if is_open and error.status == _UNKNOWN:
+                self._forgotten.add(engine.url)
                 raise BufferUnknown from None
             text = f"adapter {self._name} did not arrive: engine {engine.url}: {error}"
             raise WeightSyncError(text) from error

@@ -44,7 +44,7 @@ class AdapterUpdate:
 
     @cached_property
     def gathered(self) -> list[NamedTensor]:
-        """The tensors in order of name, not cast yet; all ranks must ask for them together."""
+        """The tensors in order of name, not cast yet; a collective call if `sources` gathers."""
         return sorted(self.sources, key=itemgetter(0))
 
     @cached_property
@@ -72,7 +72,7 @@ class AdapterUpdate:
         return shapes_digest((PEFT_PREFIX + name, t.shape) for name, t in self.gathered)
 
     def sent(self) -> SentAdapter:
-        """Sum all tensors under the names by which engines hold them."""
+        """Compute the checksum of all tensors under the names that engines use."""
         checksum = format_checksum(joined_checksum(self.bucket.tensors))
         return SentAdapter(modules=self.modules, digest=self.digest, checksum=checksum)
 
@@ -98,7 +98,7 @@ def check_adapters(
 
 
 def _difference(sent: SentAdapter, reply: dict[str, Any], version: int) -> str:
-    """Say how a reply differs; only replies to a whole adapter list the names of its modules."""
+    """Describe how a reply differs; only replies to a whole adapter list its modules by name."""
     if "bound_modules" in reply:
         modules, bound = set(sent.modules), set(reply["bound_modules"])
         if modules != bound:

@@ -24,9 +24,8 @@ from slime.weights.ipc import aligned
 NamedTensor = tuple[str, torch.Tensor]
 NamedCast = tuple[str, torch.Tensor, torch.dtype]  # name, tensor, dtype to cast it to
 HFTensors = Iterable[NamedTensor]
-TensorMetadata = dict[
-    str, Any
-]  # name, dtype, shape and offset, as /update_weights_from_tensor takes it
+# Name, dtype, shape and offset, as /update_weights_from_tensor takes them.
+TensorMetadata = dict[str, Any]
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -170,7 +169,7 @@ _RENAMES: dict[str, tuple[tuple[str, str], ...]] = {  # parts of names: (module,
 
 @dataclass(frozen=True, kw_only=True)
 class StoredNames:
-    """What the checkpoints of one family name differently."""
+    """How the names in one family's checkpoints differ from the module's."""
 
     nested: bool = False  # model.language_model.layers.0 beside a vision tower, not model.layers.0
     fused_experts: bool = False

@@ -86,7 +86,7 @@ class DistributedTransport(WeightTransport):
         return [call.result() for call in calls]
 
     def finish(self) -> None:
-        """Nothing is under way: every `send` waits for the engines."""
+        """Do nothing: every `send` waits for the engines."""
 
     def close(self) -> None:
         """Keep the process group: creating it costs more than a small update."""
@@ -135,16 +135,16 @@ class DistributedTransport(WeightTransport):
 
     def _leave(self) -> None:
         """Destroy the group; engines in it may be dead."""
-        self._dismiss_engines()
+        self._destroy_engine_groups()
         if self._group is not None:
             destroy_side_group(self._group)
             self._group = None
 
     def _abort_group(self, work: dist.Work) -> None:
-        """Destroy a group that lost a member, so that the others can join a new one.
+        """Destroy a group that lost a member, so that the other engines can join a new one.
 
         Its connections close, which ends the broadcast on engines that wait in it. Destroying a group
-        waits, with the GIL held, for work under way in it: a group with stuck work is kept instead.
+        waits, with the GIL held, for its pending work: a group with stuck work is kept instead.
         """
         group, self._group = self._group, None
         assert group is not None
@@ -155,9 +155,9 @@ class DistributedTransport(WeightTransport):
         else:
             self._stuck.append((group, work))
         del group, work
-        self._dismiss_engines()
+        self._destroy_engine_groups()
 
-    def _dismiss_engines(self) -> None:
+    def _destroy_engine_groups(self) -> None:
         def leave(engine: EngineClient) -> None:
             with suppress(HttpError):  # a dead engine has left the group
                 body = {"group_name": self._group_name}
@@ -174,7 +174,7 @@ def flatten(bucket: Bucket) -> torch.Tensor:
 
 
 def _completes(work: dist.Work) -> bool:
-    """Return whether it ends, with or without an error; it does at once if a member died."""
+    """Return whether the work ends soon, if only with an error, as it does after a member died."""
     return wait_until(work.is_completed, _ABORT_TIMEOUT_S)
 
 

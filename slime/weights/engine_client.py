@@ -36,7 +36,7 @@ class LivenessProbe:
         try:
             get_json(f"{url}/model_info", timeout=self.timeout_s, retries=0)
         except HttpError as error:
-            raise HttpError(f"it does not answer any more: {error}") from error
+            raise HttpError(f"it no longer answers: {error}") from error
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -49,7 +49,7 @@ class RankChecksums:
 
 @dataclass(kw_only=True, frozen=True)
 class HeldWeights:
-    """What an engine reports to hold: the version, and checksums by Hugging Face name if requested."""
+    """What an engine reports: its version and, if requested, checksums by Hugging Face name."""
 
     version: str
     checksums: dict[str, int]
@@ -74,7 +74,7 @@ def retry_flush(flush: Callable[[], Any], timeout_s: float) -> None:
 
 
 class EngineClient:
-    """Created for one update; `close` closes its connections.
+    """The connections to one engine during one update; `close` closes them.
 
     Methods named `start_*` send requests and return a function that waits for the replies. The embedded
     engine gets independent requests at the same time, an SGLang server one after another.
@@ -84,7 +84,7 @@ class EngineClient:
         self, info: EngineInfo, token: str | None, probe: LivenessProbe | None = None
     ) -> None:
         self.info = info
-        self.nbytes = 0  # size of all weights that were sent to it
+        self.nbytes = 0  # of all weights that were sent to it
         self.unresponsive = False  # a call to it got no reply
         remember_key([info.url], token)
         self._client = JsonClient(info.url, token)
@@ -113,7 +113,7 @@ class EngineClient:
         return finish
 
     def start_commit(self, *, with_checksums: bool) -> Callable[[], HeldWeights]:
-        """Close the session, drop the KV cache and report what the engine holds then."""
+        """Close the session, drop the KV cache, then report what the engine holds."""
         if self.info.kind == "sglang":
             return self._commit_one_by_one
         waits: dict[str, Callable[[], Any]] = {}
@@ -141,7 +141,7 @@ class EngineClient:
     def update(
         self, route: str, payload: dict[str, Any], *, nbytes: int = 0, timeout: float | None = None
     ) -> dict[str, Any]:
-        """Make a call that changes weights or adapters, check the `success` in its reply, return it."""
+        """Make a call that changes weights or adapters, check `success` in the reply and return it."""
         return self.start_update(route, payload, nbytes=nbytes, timeout=timeout)()
 
     def start_update(
@@ -170,7 +170,7 @@ class EngineClient:
         return self.get("/model_info").get("architectures")
 
     def start_pause(self, mode: str) -> Callable[[], None]:
-        """Pause generation; `mode` says what becomes of running requests."""
+        """Pause generation; `mode` decides what happens to running requests."""
         return partial(self._result, self._start("POST", "/pause_generation", {"mode": mode}))
 
     def start_resume(self) -> Callable[[], None]:

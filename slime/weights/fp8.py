@@ -1,7 +1,8 @@
-"""Weights in FP8 (e4m3), in the three layouts that checkpoints use, and checkpoints in them.
+"""FP8 weights (e4m3) in the layouts that checkpoints use, and conversion of checkpoints.
 
 strategy  scale of X.weight [out, in]                      read by
 block     X.weight_scale_inv [out/128, in/128]             "quant_method": "fp8", "weight_block_size"
+block     X.weight_scale [out/128, in/128]                 "quant_method": "compressed-tensors"
 channel   X.weight_scale [out, 1]                          "quant_method": "compressed-tensors"
 tensor    X.weight_scale []                                "quant_method": "fp8"
 
@@ -17,69 +18,47 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from slime.config.checks.file_checks import file_shapes, weight_files
 from slime.core.errors import UserError
 from slime.data.tokenizer import load_hf_config
 from slime.weights.buckets import hf_views
+from slime.weights.fp8_format import (
+    Choice,
+    Fp8Format,
+    declaration,
+    format_of,
+    is_quantized,
+    refuse_unreadable,
+)
 
-Strategy = Literal["block", "channel", "tensor"]
-ScaleFormat = Literal["ue8m0"]
 Named = tuple[str, torch.Tensor]
 
 FP8 = torch.float8_e4m3fn
 _FUSED_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")  # their experts are fused in bf16, not in FP8
+_SPLIT = (".experts.gate_up_proj", ".experts.down_proj")  # by `hf_views`
+_FUSED = (".experts.", ".input_linear.", ".output_linear.")  # in names of fused experts
 _LARGEST = 448.0  # of e4m3
-# Never quantized: small, or too sensitive. The router of a MoE layer is called gate or router.
-_KEPT = (
-    "embed",
-    "lm_head",
-    "norm",
-    "router",
-    "mlp.gate.",
-    "shared_expert_gate",
-    "eh_proj",
-    "input_proj",
-    "mtp.fc",
-    "linear_attn.in_proj_a.",  # a row per head
-    "linear_attn.in_proj_b.",
-    "linear_attn.in_proj_ba.",
-    "shared_head",
-    "visual",
-)
+_FLAG = "--hf-checkpoint"
 
 
-@dataclass(kw_only=True, frozen=True)
-class Fp8Format:
-    strategy: Strategy
-    block: tuple[int, int] = (128, 128)
-    scale_fmt: ScaleFormat | None = None  # ue8m0: scales are powers of two, as Blackwell multiplies
-
-    @property
-    def scale_suffix(self) -> str:
-        return "weight_scale_inv" if self.strategy == "block" else "weight_scale"
-
-
-def is_quantized(name: str, num_dimensions: int) -> bool:
-    """Return whether the tensor of this Hugging Face name is stored in FP8."""
-    return name.endswith(".weight") and num_dimensions == 2 and not any(k in name for k in _KEPT)
-
-
-def quantize_all(tensors: Iterable[Named], layout: Fp8Format) -> Iterator[Named]:
+def quantize_all(
+    tensors: Iterable[Named], layout: Fp8Format, quantizes: Choice = is_quantized
+) -> Iterator[Named]:
     """Yield every tensor as the checkpoint holds it: FP8 tensors are followed by their scales."""
     for name, tensor in tensors:
-        if not is_quantized(name, tensor.ndim):
+        if not quantizes(name, tensor.ndim):
             yield name, tensor
             continue
         weight, scale = quantize(tensor, layout)
         yield name, weight
-        yield name.removesuffix("weight") + layout.scale_suffix, scale
+        yield layout.scale_name(name), scale
 
 
 def quantize(tensor: torch.Tensor, layout: Fp8Format) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,81 +83,6 @@ def dequantize(weight: torch.Tensor, scale: torch.Tensor, layout: Fp8Format) -> 
         blocks.mul_(scale[..., :, None, :, None])
         return wide
     return wide.mul_(_spread(scale, layout, wide.shape))
-
-
-def format_of(config: dict[str, Any]) -> Fp8Format | None:
-    """Return the layout that a Hugging Face config.json declares; None without FP8 weights."""
-    declared = config.get("quantization_config") or {}
-    method = declared.get("quant_method")
-    if method == "fp8":
-        block = declared.get("weight_block_size")
-        if block:
-            powers = declared.get("scale_fmt") == "ue8m0"
-            return Fp8Format(
-                strategy="block", block=(block[0], block[1]), scale_fmt="ue8m0" if powers else None
-            )
-        return Fp8Format(strategy="tensor")
-    if method == "compressed-tensors":
-        weights = [group["weights"] for group in declared["config_groups"].values()]
-        if all(w["type"] == "float" and w["num_bits"] == 8 for w in weights):
-            return Fp8Format(strategy=weights[0]["strategy"])
-    return None
-
-
-def declaration(layout: Fp8Format, kept_modules: list[str]) -> dict[str, Any]:
-    """Return `quantization_config` for config.json; `kept_modules` are linear layers not in FP8."""
-    if layout.strategy == "channel":
-        activations = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True}
-        weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "quantization_status": "compressed",
-            "ignore": kept_modules,
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": {**weights, "dynamic": False},
-                    "input_activations": {**activations, "dynamic": True},
-                    "output_activations": None,
-                }
-            },
-        }
-    block = {"weight_block_size": list(layout.block)} if layout.strategy == "block" else {}
-    scale_fmt = {"scale_fmt": layout.scale_fmt} if layout.scale_fmt else {}
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "modules_to_not_convert": kept_modules,
-        **block,
-        **scale_fmt,
-    }
-
-
-def refuse_unreadable(folder: Path, config: dict[str, Any]) -> None:
-    """Raise UserError that names the format of quantized weights other than FP8 and MXFP4."""
-    declared = config.get("quantization_config") or {}
-    method = declared.get("quant_method")
-    if method in (None, "fp8", "mxfp4") or format_of(config) is not None:
-        return
-    raise UserError(
-        f"{folder} holds weights in {_quantization_name(declared)}, which slime does not read: give the "
-        "checkpoint in bfloat16 or FP8 that they were made from"
-    )
-
-
-def _quantization_name(declared: dict[str, Any]) -> str:
-    """Return "INT4 (AWQ)", "INT4 (pack-quantized of compressed-tensors)", ..."""
-    method = str(declared["quant_method"])
-    if method != "compressed-tensors":
-        bits = declared.get("bits") or declared.get("w_bit")
-        return f"INT{bits} ({method.upper()})" if bits else method
-    groups = list((declared.get("config_groups") or {}).values())
-    weights = (groups[0].get("weights") or {}) if groups else {}
-    kind = "FP" if weights.get("type") == "float" else "INT"
-    layout = declared.get("format") or (groups[0].get("format") if groups else None)
-    return f"{kind}{weights.get('num_bits', '')} ({layout or 'unknown format'} of {method})"
 
 
 def _largest(wide: torch.Tensor, layout: Fp8Format) -> torch.Tensor:
@@ -231,13 +135,14 @@ def convert_to_fp8(
     files = sorted(source.glob("*.safetensors"))
     if not files:
         raise UserError(f"--model-dir {source} holds no .safetensors files")
+    split = config["model_type"] in _FUSED_TYPES
+    _refuse_fused_experts(source, files, split=split)
     _check_settings(target, layout)
     done = [file for file in files if (target / file.name).exists()]
     if done:
         say(f"{len(done)} of {len(files)} files exist from an earlier conversion")
     missing = [file for file in files if file not in done]
     with ThreadPoolExecutor(max_workers) as pool:
-        split = config["model_type"] in _FUSED_TYPES
         calls = {
             pool.submit(_convert, file, target / file.name, layout, split=split): file
             for file in missing
@@ -264,7 +169,9 @@ def load_causal_lm(
 
     auto = auto or AutoModelForCausalLM
     config = config or load_hf_config(path)
-    fp8 = format_of(config.to_dict())
+    declared = config.to_dict()
+    refuse_unreadable(Path(path), declared)
+    fp8 = format_of(declared)
     if fp8 is None:
         _refuse_undeclared(Path(path))
         return auto.from_pretrained(
@@ -291,13 +198,31 @@ def read_dequantized(
     dequantized = {}
     for name, tensor in found.items():
         if tensor.dtype == FP8:
-            scale = name.removesuffix("weight") + layout.scale_suffix
+            scale = layout.scale_name(name)
             if scale not in found:
                 raise UserError(lacks_scale(str(folder), name, scale))
             dequantized[name] = dequantize(tensor, found[scale], layout).to(dtype)
         elif not name.endswith(layout.scale_suffix):
             dequantized[name] = tensor.to(dtype)
     return dequantized
+
+
+def dequantized(
+    held: Iterable[Named], folder: Path, layout: Fp8Format, dtype: torch.dtype
+) -> Iterator[Named]:
+    """Yield some tensors of an FP8 checkpoint without scales, which may be in another of its files."""
+    files = {
+        name: file for file in weight_files(folder, _FLAG) for name in file_shapes(file, _FLAG)
+    }
+    for name, weight in held:
+        if weight.dtype == FP8:
+            scale = layout.scale_name(name)
+            if scale not in files:
+                raise UserError(lacks_scale(str(folder), name, scale))
+            with safe_open(files[scale], "pt") as opened:
+                yield name, dequantize(weight, opened.get_tensor(scale), layout).to(dtype)
+        elif not name.endswith(layout.scale_suffix):
+            yield name, weight
 
 
 def _refuse_undeclared(folder: Path) -> None:
@@ -328,6 +253,19 @@ def _read_config(source: Path) -> dict:
         raise UserError(f"--model-dir {source} is in FP8 already")
     refuse_unreadable(source, config)
     return config
+
+
+def _refuse_fused_experts(source: Path, files: list[Path], *, split: bool) -> None:
+    """Raise UserError for experts in one tensor that `_convert` does not split: they would stay in bf16."""
+    splits = _SPLIT if split else ()
+    for path in files:
+        for name, shape in file_shapes(path, "--model-dir").items():
+            fused = len(shape) > 2 and any(part in name for part in _FUSED)
+            if fused and not name.endswith(splits):
+                raise UserError(
+                    f"--model-dir {source}: {name} {shape} holds all experts of a layer, and only those "
+                    f"of {', '.join(_FUSED_TYPES)} are split: give a checkpoint with a tensor per expert"
+                )
 
 
 def _check_settings(target: Path, layout: Fp8Format) -> None:
@@ -378,7 +316,7 @@ def _copy_rest(source: Path, target: Path) -> None:
 
 
 def _kept_modules(files: list[Path]) -> list[str]:
-    """Return the linear layers that are not quantized; embeddings are no linear layers."""
+    """Return the linear layers that are not quantized; embeddings do not count."""
     kept = set()
     for path in files:
         with safe_open(path, framework="pt") as file:

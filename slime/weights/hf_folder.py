@@ -40,18 +40,17 @@ def write_hf_folder(
     *,
     writes: bool,
     info: ExportInfo | None = None,
-    quantized: bool = True,
 ) -> None:
     """Write one safetensors file per bucket; copy config, tokenizer etc. from `source`.
 
     All ranks must call it, since gathering buckets is collective; the rank with `writes` writes.
-    The complete folder is renamed to `path`. `quantized=False` removes `quantization_config`.
+    The complete folder is renamed to `path`. The weights are unquantized, whatever `source` holds.
     """
     if not writes:
         for _ in buckets:
             pass
         return
-    with new_hf_folder(path, source, dtype, info=info, quantized=quantized) as files:
+    with new_hf_folder(path, source, dtype, info=info, quantized=False) as files:
         for bucket in buckets:
             files.add(bucket)
 
@@ -63,9 +62,12 @@ def new_hf_folder(
     dtype: torch.dtype,
     *,
     info: ExportInfo | None = None,
-    quantized: bool = True,
+    quantized: bool,
 ) -> Iterator[WeightFiles]:
-    """Give the files of a new folder to be added to; rename it to `path` when the block ends without error."""
+    """Yield the files of a new folder; rename it to `path` when the block ends without an error.
+
+    With `quantized` the weights are in the format of `source`; otherwise its declaration is removed.
+    """
     try:
         files = WeightFiles(begin_export(path), Path(source))
         yield files
@@ -89,7 +91,7 @@ class DiskTransport(WeightTransport):
     def __init__(
         self, folder: str | Path, hf_checkpoint: str | Path, *, keep_files: bool = False
     ) -> None:
-        self._keep_files = keep_files  # older versions too
+        self._keep_files = keep_files  # keep older versions
         self._folder, self._hf_checkpoint = Path(folder), Path(hf_checkpoint)
         self._files: WeightFiles | None = None
 
@@ -149,7 +151,7 @@ def write_weight_file(folder: Path, number: int, named: HFTensors) -> WeightFile
 
 
 class WeightFiles:
-    """The safetensors files of a model in `folder`, beside what `source` has besides weights."""
+    """The safetensors files of a model in `folder`, next to copies of the other files in `source`."""
 
     def __init__(self, folder: Path, source: Path) -> None:
         self.folder, self.nbytes = folder, 0

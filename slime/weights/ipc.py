@@ -79,19 +79,19 @@ class SharedBuffer:
         return _export_cuda(self.tensor)
 
     def unlink(self) -> None:
-        """Remove the name of a file in /dev/shm; those who have it open keep it, and it cannot be left over."""
+        """Unlink the file in /dev/shm: processes that have it open keep it, and nothing is left over."""
         if self._segment is not None:
             self._segment.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Unlink and unmap; the memory is freed when its last user closes it."""
+        """Unlink and unmap; the memory is freed when the last process closes it."""
         del self.tensor
         if self._segment is not None:
             self._segment.close()
 
 
 class ImportedBuffers:
-    """Keeps the two buffers that were used last open, so that each is opened once per update.
+    """Keeps the two most recently used buffers open, so that each is opened once per update.
 
     Later writes of the owner are visible. The owner announces a buffer after it has written it, and the
     reader acknowledges it after `finish_reading`.
@@ -104,7 +104,7 @@ class ImportedBuffers:
         self._open: dict[str, tuple[contextlib.ExitStack, torch.Tensor]] = {}
 
     def get(self, handle: BufferHandle) -> torch.Tensor:
-        """Return the buffer like `import_buffer`, valid until two others were requested or all are closed."""
+        """Return the buffer like `import_buffer`, valid until two other buffers were requested or all are closed."""
         key = json.dumps(handle, sort_keys=True)
         self._open[key] = self._open.pop(key, None) or _opened(handle)
         while len(self._open) > self._KEPT:
@@ -136,7 +136,7 @@ def import_buffer(handle: BufferHandle) -> Iterator[torch.Tensor]:
         finally:
             finish_reading(tensor)
     else:
-        raise ValueError(f"unknown kind of shared buffer {handle['kind']!r}; know shm, cuda_ipc")
+        raise ValueError(f"unknown kind of shared buffer {handle['kind']!r}: not shm or cuda_ipc")
 
 
 def _opened(handle: BufferHandle) -> tuple[contextlib.ExitStack, torch.Tensor]:
@@ -151,7 +151,7 @@ def finish_reading(tensor: torch.Tensor) -> None:
 
 
 def release_export(handle: BufferHandle) -> None:
-    """Release an export in place of a receiver that died: torch keeps the memory until then."""
+    """Release an export on behalf of a dead receiver; torch keeps its memory until then."""
     if handle["kind"] == "cuda_ipc":
         counter = _decode(handle["ref_counter"])
         torch.UntypedStorage._release_ipc_counter(counter, handle["ref_counter_offset"])

@@ -35,7 +35,8 @@ from slime.config.peft_files import (
 from slime.core.errors import ConfigError, UserError
 from slime.runlog.export_folder import ExportInfo, begin_export, commit_export, discard_export
 from slime.weights.buckets import HFTensors, NamedTensor, hf_views, merge_adapter
-from slime.weights.fp8 import FP8, Fp8Format, dequantize, format_of, refuse_unreadable
+from slime.weights.fp8 import dequantized
+from slime.weights.fp8_format import Fp8Format, format_of, refuse_unreadable
 from slime.weights.hf_folder import new_hf_folder
 
 
@@ -79,7 +80,7 @@ def read_peft_weights(folder: str | Path) -> dict[str, torch.Tensor]:
 def to_peft(adapters: HFTensors) -> Iterator[NamedTensor]:
     """Yield adapters of modules, and of parameters with all experts, under PEFT's names and in its layout.
 
-    Those of experts are [E, rank, in] and [E, out, rank], without E where experts share a matrix.
+    Those of experts are [E, rank, in] and [E, out, rank], without E if experts share a matrix.
     """
     held = dict(adapters)
     modules = [name.removesuffix(LORA_A) for name in held if name.endswith(LORA_A)]
@@ -132,7 +133,7 @@ def by_modules(
 
 
 def from_peft(tensor: torch.Tensor, name: str, num_experts: int, shared: bool) -> torch.Tensor:
-    """Return lora_A [E, rank, in] or lora_B [E, out, rank] of experts; without E if they share it."""
+    """Return lora_A [E, rank, in] or lora_B [E, out, rank] of experts; without E if shared."""
     if name.endswith(LORA_A):
         stacked = tensor.unflatten(0, (num_experts, -1))
     else:
@@ -179,7 +180,7 @@ def merge_lora(base: str, adapter: str, output: str) -> int:
         for file in files:
             held: HFTensors = load_file(file).items()
             if fp8 is not None:
-                held = _dequantized(held, base, fp8, dtype)
+                held = dequantized(held, Path(base), fp8, dtype)
             folder.add(_merged(held, tensors, config))
     return len(modules)
 
@@ -224,26 +225,6 @@ def _declared_dtype(base: str) -> torch.dtype:
     return declared if isinstance(declared, torch.dtype) else torch.bfloat16
 
 
-def _dequantized(
-    held: HFTensors, base: str, layout: Fp8Format, dtype: torch.dtype
-) -> Iterator[NamedTensor]:
-    """Yield the weights of one file of an FP8 checkpoint; scales may be in another one."""
-    files = {
-        name: file
-        for file in weight_files(Path(base), "--base")
-        for name in file_shapes(file, "--base")
-    }
-    for name, weight in held:
-        if weight.dtype == FP8:
-            scale = name.removesuffix("weight") + layout.scale_suffix
-            if scale not in files:
-                raise ConfigError(f"--base {base}: {name} is in FP8 and has no {scale}")
-            with safe_open(files[scale], "pt") as opened:
-                yield name, dequantize(weight, opened.get_tensor(scale), layout).to(dtype)
-        elif not name.endswith(layout.scale_suffix):
-            yield name, weight
-
-
 def _merged(
     held: HFTensors, adapters: dict[str, torch.Tensor], config: LoraConfig
 ) -> Iterator[NamedTensor]:
@@ -261,7 +242,7 @@ def _module_of(name: str) -> str:
 
 
 def _dtype_of(module: str, files: Iterable[Path]) -> torch.dtype:
-    """Return the dtype of the weights that are changed; refuse those with scales beside them."""
+    """Return the dtype of the merged weights; refuse FP8 that config.json does not declare."""
     for file in files:
         with safe_open(file, "pt") as opened:
             name = next((name for name in opened.keys() if _module_of(name) == module), None)  # noqa: SIM118

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BASE_VERSION = 0  # of the base; those of adapters are above it
+BASE_VERSION = 0  # of the base; adapters have higher versions
 _HOST = torch.device("cpu")
 # A larger buffer is freed after each update: copying it takes longer than opening it.
 _MAX_KEPT_BYTES = 256 << 20
@@ -77,14 +77,14 @@ class AdapterSync:
         self._buffer: AdapterBuffer | None = None
 
     def without_base(self, engines: list[EngineInfo]) -> list[EngineInfo]:
-        """Return the engines that must be sent the base first: each once, and again after a restart.
+        """Return the engines that need the base first: each engine once, and again after a restart.
 
-        An engine of the run loads the trainer's base by itself, unless --ref-load gives the trainer another.
+        Engines started by the run load the trainer's base themselves, unless --ref-load sets a different one.
         """
         if not self._sends_base:
             return []
         urls: list[str] = []
-        with on_all_ranks("asking for the base of the engines"):
+        with on_all_ranks("querying the base version of the engines"):
             if own_rank() == 0:
                 urls = [info.url for info in engines if self._needs_base(info)]
         known = set(gather_from_ranks(" ".join(urls))[0].split())
@@ -102,7 +102,7 @@ class AdapterSync:
         return info.url not in self._with_base or held != str(BASE_VERSION)
 
     def update(self, adapter: AdapterUpdate, engines: list[EngineInfo], version: int) -> SyncReport:
-        """Give the adapter to these engines; raise unless each holds and applies all of it."""
+        """Send the adapter to these engines; raise unless each holds and applies all of it."""
         started = time.perf_counter()
         num_tensors = len(adapter.gathered)  # first: gathering is collective
         clients = [EngineClient(info, self._token, self._probe) for info in engines]
@@ -159,7 +159,7 @@ class AdapterSync:
             call_all(paused, lambda wait: wait())
 
     def _start_pause(self, engine: EngineClient) -> Callable[[], None]:
-        """Pause generation; an SGLang server aborts its requests, since it replaces an adapter only when none uses it.
+        """Pause generation; an SGLang server aborts its requests, since it unloads only an unused adapter.
 
         `slime/rollout/sampling.py` sends aborted requests again.
         """
@@ -186,13 +186,25 @@ class AdapterSync:
     def _release_buffer(self, *, failed: bool) -> None:
         """Free a buffer that is not kept, or that an engine may still be reading after a failure."""
         if self._buffer is not None and (failed or not self._buffer.kept):
-            self._close_buffer()
+            self._close_buffer(all_alive=not failed)
 
-    def _close_buffer(self) -> None:
+    def _close_buffer(self, *, all_alive: bool = False) -> None:
+        """Free the buffer; without `all_alive`, probe the engines that it was sent to.
+
+        This update may be for other engines than the last one, and only rank 0 pauses them, so a rank does
+        not otherwise know which of its engines died.
+        """
         if self._buffer is not None:
-            self._buffer.close()
+            self._buffer.close((lambda url: True) if all_alive else self._answers)
             self._buffer = None
             collect_exports()
+
+    def _answers(self, url: str) -> bool:
+        try:
+            self._probe.check(url)
+        except HttpError:
+            return False
+        return True
 
     def _load(self, engines: list[EngineClient], adapter: AdapterUpdate, version: int) -> None:
         folder = None if self._folder is None else _folder_of(self._folder, version)
@@ -268,7 +280,7 @@ def make_adapter_sync(args: Args) -> AdapterSync:
         token=read_env().engine_token,
         folder=args.update_weight_disk_dir if transport == "disk" else None,
         keep_folders=args.update_weight_disk_keep_files,
-        keep_buffer=not args.offload_train,  # the engines have the GPU then
+        keep_buffer=not args.offload_train,  # engines need the GPU memory then
         group=DistributedTransport(host=own_host(), backend=collective_backend(), timeout=timeout)
         if transport == "distributed"
         else None,

@@ -96,7 +96,7 @@ class Rendezvous:
         self._store: Store | None = None
 
     def serve(self) -> tuple[str, int]:
-        """Start the store and return its address; its port is bound, so no one else can take it."""
+        """Start the store and return its address; its port is bound, so no other process can take it."""
         host = own_host()
         self._store, init_method = serve_store(host, self._world_size)
         return host, int(init_method.rsplit(":", 1)[1])

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from slime.weights.fp8 import FP8, Fp8Format, dequantize, format_of
+from slime.weights.fp8 import FP8, dequantize
+from slime.weights.fp8_format import Choice, Fp8Format, format_of, is_quantized
 
 _EXACT = frozenset(
     {
@@ -92,6 +93,7 @@ class ModelFacts:
     num_kv_heads: int | None = None
     num_experts: int | None = None
     fp8: Fp8Format | None = None
+    quantizes: Choice = is_quantized  # with `fp8`: which tensors are in FP8
 
 
 def model_facts(config: dict[str, Any]) -> ModelFacts:
@@ -112,7 +114,7 @@ def sharding_of(
     names = set(architectures or ())
     only_tower = bool(names) and names <= _TOWER_ONLY
     known = bool(names) and (names <= _EXACT or only_tower)
-    in_bytes = model.fp8 is not None and model.fp8.strategy == "block"
+    in_bytes = model.fp8 is not None and model.fp8.scale_suffix == "weight_scale_inv"
     quantized = server.get("quantization") is not None or model.fp8 is not None
     if not known or not all(_is_plain(server.get(name)) for name in _OTHER_SHARDING):
         return None
@@ -288,8 +290,8 @@ def _zero_padded(tensor: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
     missing = -tensor.shape[dim] % multiple
     if not missing:
         return tensor
-    behind = (0, 0) * (tensor.ndim - 1 - dim)  # pad counts dimensions from the last one
-    return torch.nn.functional.pad(tensor, (*behind, 0, missing))
+    after = (0, 0) * (tensor.ndim - 1 - dim)  # pad counts dimensions from the last one
+    return torch.nn.functional.pad(tensor, (*after, 0, missing))
 
 
 def _digest(tensors: list[torch.Tensor]) -> str:

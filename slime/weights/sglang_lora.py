@@ -2,12 +2,12 @@
 
     pause (abort) ─▶ unload ─▶ load, with the SHA-256 of every tensor ─▶ set the version ─▶ flush
 
-A server replaces no adapter in place, and unloads one only when no request uses it: requests are aborted, and
-the rollout sends them again from the tokens they have. What a server proves: each of its ranks compares the
-SHA-256 of what it received (not of a folder, which it reads by itself), and its options show that every module
-has slots. That it applies them is shown by the probe after the update.
+A server cannot replace an adapter in place, and unloads one only when no request uses it: requests are aborted,
+and the rollout resends them with the tokens generated so far. What is verified: each rank of the server compares
+the SHA-256 of what it received (except from a folder, which it reads itself), the server's options show that
+every module has slots, and the probe after the update shows that it applies the adapter.
 
-It fuses q, k and v, and gate and up, and drops what it has no partner for: missing partners are sent as zeros.
+SGLang fuses q, k and v, and gate and up, and drops a part whose partners are missing: they are sent as zeros.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class SGLangAdapters:
         return body, "/load_lora_adapter_from_tensors"
 
     def _check_server(self, engine: EngineClient) -> None:
-        """Refuse a server that would drop a part of the adapter; say what it will not compare."""
+        """Refuse a server that would drop part of the adapter; warn if it compares no checksums."""
         server, adapter = engine.server_info(), self._adapter
         if not server.get("enable_lora"):
             raise WeightSyncError(

@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ from slime.weights.buckets import Bucket, CastBucket, HFTensors
 from slime.weights.distributed_transport import DistributedTransport
 from slime.weights.engine_client import EngineClient, LivenessProbe
 from slime.weights.fp8 import quantize_all
+from slime.weights.fp8_format import quantized_in
 from slime.weights.hf_folder import DiskTransport
 from slime.weights.ipc import collect_exports, remove_stale_segments
 from slime.weights.sglang_checksums import ModelFacts, model_facts
@@ -66,7 +68,7 @@ def make_weight_sync(args: Args) -> WeightSync:
 
 
 def serving_dtype(args: Args) -> torch.dtype:
-    """Return the dtype in which the engines hold the weights, and so that in which they are sent."""
+    """Return the dtype in which engines hold the weights and in which they are sent."""
     name = args.sglang_dtype if args.sglang_dtype not in (None, "auto") else args.precision
     return _DTYPES[name]
 
@@ -116,7 +118,7 @@ class WeightSync:
     ) -> SyncReport:
         """Send all buckets to all engines as `version`.
 
-        `buckets` may gather tensors from all ranks, so all ranks iterate over theirs together. A CastBucket
+        `buckets` may gather tensors from all ranks, so all ranks iterate together. A CastBucket
         is cast into the buffer of the transport, which saves a copy.
         """
         started = time.perf_counter()
@@ -127,7 +129,8 @@ class WeightSync:
         clients = [EngineClient(info, self._token, self._probe) for info in engines]
         fp8 = self._model.fp8
         if fp8 is not None:
-            buckets = (list(quantize_all(bucket, fp8)) for bucket in buckets)
+            chosen = self._model.quantizes
+            buckets = (list(quantize_all(bucket, fp8, chosen)) for bucket in buckets)
         try:
             nbytes, num_buckets = self._transfer(buckets, clients, version)
             with on_all_ranks("finishing the update"):
@@ -169,7 +172,7 @@ class WeightSync:
             sessions = self._prepare(clients, mine, version)
         bucket: Bucket | None = None
         for index, tensors in enumerate(buckets):
-            if index == 0:  # built while the engines pause; no rank may send before they have
+            if index == 0:  # built while engines pause; no rank may send before they have paused
                 with on_all_ranks("preparing the engines"):
                     bucket = self._build(index, tensors, to_engines=bool(mine))
                     call_all(sessions, lambda wait: wait())
@@ -260,8 +263,8 @@ def serving_rank(engine: EngineInfo, rank_devices: list[str]) -> int:
         if device in engine.device_ids:
             return rank
     raise WeightSyncError(
-        f"engine {engine.url} is on {', '.join(engine.device_ids)}, where no trainer rank is; sharing "
-        "memory needs --colocate, else use --update-weight-transport distributed"
+        f"engine {engine.url} is on {', '.join(engine.device_ids)}, which has no trainer rank: use "
+        "--colocate, or --update-weight-transport distributed"
     )
 
 
@@ -280,7 +283,12 @@ def _model_facts(args: Args) -> ModelFacts:
     """Read config.json for SGLang, which serves FP8 as it is; the embedded engine dequantizes it."""
     if args.rollout_engine != "sglang":
         return ModelFacts()
-    return model_facts(json.loads((Path(args.hf_checkpoint) / "config.json").read_text()))
+    folder = Path(args.hf_checkpoint)
+    config = json.loads((folder / "config.json").read_text())
+    facts = model_facts(config)
+    if facts.fp8 is None:
+        return facts
+    return replace(facts, quantizes=quantized_in(folder, config, facts.fp8))
 
 
 def _several_ranks() -> bool:
@@ -303,7 +311,7 @@ def gather_from_ranks(value: str | None) -> list:
 
 @contextlib.contextmanager
 def on_all_ranks(stage: str) -> Iterator[None]:
-    """Raise a failure of one rank on all, so that none waits for another in a collective."""
+    """Raise a failure of one rank on all ranks, so that none waits forever in a collective."""
     failure: Exception | None = None
     try:
         yield

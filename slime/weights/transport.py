@@ -45,7 +45,7 @@ class WeightTransport(ABC):
         """Return a buffer (uint8) of at least `nbytes` for the next bucket, or None.
 
         A bucket that is built there needs no copy to be sent. This only allocates: it sends nothing
-        and waits for nobody. The contents may be read until the bucket after the next is built.
+        and does not wait. The contents may be read until the bucket after the next is built.
         """
         return None
 
@@ -161,7 +161,7 @@ class TensorTransport(WeightTransport):
         self._engines = []
 
     def _announce(self) -> None:
-        """Tell the engines of the packed bucket, once the GPU has written it."""
+        """Notify the engines of the packed bucket, once the GPU has written it."""
         packed, self._packed = self._packed, None
         if packed is None:
             return
@@ -179,7 +179,7 @@ class TensorTransport(WeightTransport):
         wait_acknowledged(index, self._in_flight.pop(index, []))
 
     def _buffer(self, slot: int, size: int) -> SharedBuffer:
-        """Return a buffer of at least `size` bytes; the caller knows that engines no longer read it."""
+        """Return a buffer of at least `size` bytes; the caller ensures that engines no longer read it."""
         buffer = self._buffers[slot]
         if buffer is None or buffer.size < size:
             self._drop(slot)

@@ -1,4 +1,4 @@
-"""Whether engines hold exactly the weights that were sent: by version, checksums and a probe.
+"""Verify that engines hold exactly the weights that were sent: version, checksums and a probe.
 
 The embedded engine computes our own checksums (checksum.py) of what it holds. An SGLang server computes its own,
 of parameters it has fused, padded and sharded; sglang_checksums.py predicts them from what was sent.
@@ -39,8 +39,8 @@ _PROBE_TEXT = "The capital of France is Paris, and two plus two is four."
 class SentWeights:
     """The names of one update and, if wanted, checksums of its tensors.
 
-    The engines are proven to hold the bits of these tensors: the trainer's own or, after a cast, the
-    output of the cast. The cast itself is not verified.
+    Engines are verified to hold the bits of these tensors: the trainer's own or, after a cast, its
+    output. The cast itself is not verified.
     """
 
     def __init__(self, *, with_checksums: bool) -> None:
@@ -108,9 +108,9 @@ def difference(sent: dict[str, int], held: dict[str, int]) -> str:
 
 
 class SGLangCheck:
-    """Predicts the checksums of SGLang servers during one update and compares them with theirs.
+    """Predicts the checksums of SGLang servers during one update and compares them with the servers'.
 
-    Where the layout of a server is not known, its checksums are compared with those of the other engines;
+    If the layout of a server is not known, its checksums are compared with those of the other engines;
     what neither comparison covers is left to the probe prompt.
     """
 
@@ -219,9 +219,8 @@ def score_probe(
     weight in any layout. A collective call with an equal result on every rank.
     """
     tokens = probe_tokens(args.hf_checkpoint)
-    column = log_probs(_probe_batch(tokens, copies=pp_size))[
-        0
-    ]  # one micro-batch per pipeline stage
+    batch = _probe_batch(tokens, copies=pp_size)  # one micro-batch per pipeline stage
+    column = log_probs(batch)[0]
     return Probe(
         tokens=tuple(tokens),
         log_probs=tuple(float(value) for value in column),

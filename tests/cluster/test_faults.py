@@ -134,7 +134,7 @@ def test_the_engines_host_is_cut_off(run, cluster, tmp_path):
         cluster.other_slots.clear()
         cluster.rejoin(host)
     assert process.returncode == 1 and "Traceback" not in output, output
-    assert "engine 0 failed and could not be started again so far: no node had room" in output
+    assert "engine 0 failed and could not be started again so far: no node had resources" in output
     last = int((tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text())
     trained = [record["rollout_id"] for record in runs.metrics(tmp_path / "run", "train")]
     assert last == max(trained)

@@ -214,7 +214,7 @@ def test_the_command_line_says_where_a_run_starts(tmp_path):
         (tmp_path / name).mkdir()
     args = roles(tmp_path, text, load=tmp_path / "a", critic_load=tmp_path / "b")
     assert (args.load, args.critic_load) == (str(tmp_path / "a"), str(tmp_path / "b"))
-    assert sum("counts, not /ckpt/" in warning for warning in args.warnings) == 2
+    assert sum("is used, not /ckpt/" in warning for warning in args.warnings) == 2
 
 
 def test_the_critic_is_checked_with_its_own_values(tmp_path):

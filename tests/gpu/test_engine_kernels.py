@@ -313,6 +313,53 @@ def test_greedy_draws_and_independence_of_company():
     assert not torch.equal(other, draw(logits, settings(6, 5.0), position=7)[0])
 
 
+@pytest.fixture
+def argmax_as_on_a_gpu(monkeypatch):
+    """Let the interpreter compute argmax as compiled kernels do, not by numpy, for which NaN is the largest.
+
+    There each pair is compared by `left > right or left == right`, which is False with NaN: the right one wins.
+    """
+    if not INTERPRETED:
+        return
+    from triton.runtime.interpreter import ReduceOps
+
+    original = ReduceOps.min_max
+
+    def argmax(values: np.ndarray, axis: int, keepdims: bool) -> np.ndarray:
+        assert values.ndim == 1 and not keepdims
+        best = 0
+        for i in range(1, len(values)):
+            best = best if values[best] >= values[i] else i
+        return np.array(best)
+
+    def min_max(self, given, val_reduce_op, idx_reduce_op=None):
+        return original(self, given, val_reduce_op, argmax if idx_reduce_op else None)
+
+    monkeypatch.setattr(ReduceOps, "min_max", min_max)
+
+
+@pytest.mark.parametrize("temperature", [-1.0, 0.8])
+@pytest.mark.usefixtures("argmax_as_on_a_gpu")
+@pytest.mark.parametrize("vocab", [60, 3000])  # neither is a multiple of the kernel's block
+def test_nan_logits_give_a_token_of_the_vocabulary_and_a_nan_log_prob(
+    vocab: int, temperature: float
+):
+    logits = torch.randn(6, vocab, device=DEVICE)
+    logits[5, : vocab // 2] = -float("inf")
+    expected, expected_log_probs = draw(logits, settings(6, temperature))
+    logits[0] = float("nan")
+    logits[1, 7] = float("nan")
+    logits[2, -1] = float("nan")
+    logits[3, vocab // 1024 * 1024 :] = float("nan")  # the last block
+    state = settings(6, temperature)
+    found, log_probs = draw(logits, state)
+    assert ((found >= 0) & (found < vocab)).all()
+    assert torch.equal(state.last_tokens, found)
+    assert log_probs[:4].isnan().all()
+    assert torch.equal(found[4:], expected[4:])
+    assert torch.equal(log_probs[4:], expected_log_probs[4:])
+
+
 def test_matmuls_where_there_is_little_shared_memory(monkeypatch):
     x, weight = torch.zeros(2, 8, 1024, device=DEVICE, dtype=torch.float16)
     monkeypatch.setattr(triton_matmuls, "shared_memory", lambda: 99 << 10)

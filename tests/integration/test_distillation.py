@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
 from slime.core.errors import ConfigError, UserError
-from slime.core.types import Sample
+from slime.core.types import Sample, Status
 from slime.rollout.on_policy_distillation import reward_func
 from slime.rollout.train_data import samples_to_batch, split_batch
 from slime.utils.http import run
@@ -196,3 +196,11 @@ def test_a_served_teacher_says_what_hugging_face_says(student, teacher, rollouts
         rewarded = args.replace(rm_type="f1")
         one = replace(rollouts[0][0], response="a b", label="a b")
         assert run(reward_func(rewarded, one)) == 1.0
+
+
+def test_a_prompt_that_fills_the_context_has_no_tokens_to_ask_a_teacher_for(student):
+    args = args_of(
+        student, "", opd_type="sglang", opd_teacher_load=None, rm_url="http://127.0.0.1:9"
+    )
+    sample = Sample(prompt="p", tokens=[1, 2, 3], status=Status.TRUNCATED)
+    assert run(reward_func(args, sample)) == 0.0 and sample.teacher_log_probs is None

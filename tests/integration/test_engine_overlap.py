@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -11,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
 from slime.engine.models.model_runner import ModelRunner
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import SamplingParams
 from slime.engine.scheduler.step import PendingStep, Step, StepOutput
+from slime.engine.server.app import EngineApp
+from slime.engine.server.threads import ReplyHub
 from tests.engines import LocalEngine, local_engine
 from tests.tiny import make_tiny_checkpoint
+from tests.waiting import wait_for
 
 LOADS: list[dict[str, Any]] = [
     {"temperature": 0, "max_new_tokens": 40},
@@ -130,3 +136,32 @@ def test_commands_find_all_tokens_read(checkpoint: Path):
     first, second = request.version_spans
     assert (first.version, second.version) == ("default", "next")
     assert 0 < first.end == second.start < second.end == 400
+
+
+def test_health_is_answered_without_reading_launched_steps(checkpoint: Path):
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    request = Request(rid="a", token_ids=[1, 2, 3], prompt_len=3, params=params, seed=0)
+    unread: list[int] = []  # steps at each launch
+    reached = threading.Event()
+
+    async def ask_for_health(local: LocalEngine) -> int:
+        hub = ReplyHub(asyncio.get_running_loop())
+        async with TestClient(TestServer(EngineApp(local.engine, hub, None).make())) as client:
+            local.engine.submit([request])
+            await asyncio.to_thread(reached.wait, 60)
+            async with client.get("/health") as reply:
+                return reply.status
+
+    with late_engine(checkpoint) as local:
+        engine = local.engine
+
+        def on_launch(count: int) -> None:
+            unread.append(len(engine._pending_steps))
+            if count == 20:
+                reached.set()
+                wait_for(lambda: engine._commands)  # the health check's
+
+        engine.runner.on_launch = on_launch  # type: ignore[attr-defined]
+        assert asyncio.run(ask_for_health(local)) == 200
+        local.wait([request])
+    assert unread == [0] + [1] * (len(unread) - 1)

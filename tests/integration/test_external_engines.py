@@ -11,12 +11,15 @@ import pytest
 
 import slime
 from slime.core.errors import UserError
-from slime.core.types import EngineInfo
-from slime.serving.external import find_external, missing_image_options, version_warning
+from slime.core.types import EngineInfo, Probe
+from slime.data.tokenizer import load_tokenizer
+from slime.serving.external import _TEXT, find_external, missing_image_options, version_warning
+from slime.serving.servers import check_probe
 from slime.utils.addresses import engine_url
 from slime.utils.engine_keys import remember_key
+from slime.utils.sync_http import HttpError
 from tests.engines import engine_server
-from tests.external import check_refusals, external
+from tests.external import check_refusals, external, serve_replies
 from tests.tiny import make_tiny_checkpoint
 
 
@@ -95,6 +98,44 @@ def test_an_address_of_another_kind_of_server(model):
         with pytest.raises(UserError, match=rf"{address}: this is a server, but not SGLang's"):
             find_external(external(model, address))
         other.shutdown()
+
+
+@pytest.mark.parametrize("server_info", [[], None, "ok"])
+def test_a_server_info_that_is_no_object_is_refused(model, server_info):
+    tokens = [[0.0, token] for token in load_tokenizer(str(model)).encode(_TEXT)]
+    replies = {
+        "/model_info": {"weight_version": "0", "model_path": str(model)},
+        "/server_info": server_info,
+        "/generate": {"meta_info": {"input_token_logprobs": tokens}},
+    }
+    with (
+        serve_replies(replies) as url,
+        pytest.raises(UserError, match=rf"{url}: this is a server, but not SGLang's"),
+    ):
+        find_external(external(model, url))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        [{"meta_info": {}}],
+        [{"meta_info": {"output_token_ids_logprobs": []}}],
+        [{"meta_info": {"output_token_ids_logprobs": [[["-0.5 nats", 7, None]]]}}],
+        [],
+        {"error": "out of memory"},
+        None,
+    ],
+)
+def test_a_probe_reply_without_log_probs_names_the_engine(reply):
+    probe = Probe(tokens=(5, 7), log_probs=(-0.5,), temperature=1.0, tolerance=0.1)
+    right = [{"meta_info": {"output_token_ids_logprobs": [[[-0.5, 7, None]]]}}]
+    with serve_replies({"/generate": right}) as url:
+        check_probe(EngineInfo(url=url), probe)
+    with (
+        serve_replies({"/generate": reply}) as url,
+        pytest.raises(HttpError, match=f"engine {url} replied without the log-probs of the probe"),
+    ):
+        check_probe(EngineInfo(url=url), probe)
 
 
 def test_another_model_and_another_tokenizer_are_refused(server, tmp_path):

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from slime.backends.fsdp_utils.actor import FSDPTrainRayActor
 from slime.core.errors import UserError
 from slime.rollout.train_data import split_batch
+from slime.runlog.checkpoint_folder import find_checkpoint, read_meta
 from tests.fsdp import Case, make_rows, start_actor, whole_weights
 from tests.rank_pool import run_fsdp_ranks
 from tests.tiny import make_tiny_checkpoint
@@ -97,6 +99,42 @@ def test_checkpoint_of_another_architecture_is_refused_in_one_sentence(one_rank)
         in one_rank["other_architecture"]
     )
     assert "not a checkpoint of the FSDP trainer" in one_rank["no_checkpoint"]
+
+
+def test_a_checkpoint_whose_background_write_failed_is_never_committed(case, tmp_path):
+    (found,) = run_fsdp_ranks(_failed_write, 1, case, str(tmp_path))
+    assert found == {"after the failure": None, "after waiting again": None, "after the next": 1}
+
+
+class _FullDisk(FSDPTrainRayActor):
+    """Its background writes fail while `is_full`."""
+
+    is_full = False
+
+    def wait_write(self) -> None:
+        super().wait_write()
+        if self.is_full:
+            raise OSError("No space left on device")
+
+
+def _failed_write(rank: int, case: Case, folder: str) -> dict[str, int | None]:
+    actor = _FullDisk(case.args(num_rollout=4, async_save=True, save=folder), rank, 1)
+    actor.init()
+    actor.save(0)
+    actor.is_full = True
+    with pytest.raises(OSError, match="No space left"):
+        actor.wait_save()
+    found = {"after the failure": _latest(folder)}
+    actor.is_full = False
+    actor.wait_save()
+    found["after waiting again"] = _latest(folder)
+    actor.save(1, force_sync=True)
+    return {**found, "after the next": _latest(folder)}
+
+
+def _latest(folder: str) -> int | None:
+    path = find_checkpoint(folder)
+    return None if path is None else read_meta(path).rollout_id
 
 
 def _train(actor: Any, rollout_ids: range, world_size: int, rank: int) -> list[dict[str, float]]:

@@ -5,6 +5,7 @@ Hugging Face's model computes one sample at a time here, so no state of it can r
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,8 @@ from slime.core.errors import UserError
 from slime.core.packing import pack
 from slime.core.types import ParallelInfo, RolloutBatch
 from slime.rollout.train_data import split_batch
-from slime.weights.fp8 import Fp8Format, convert_to_fp8, load_causal_lm
+from slime.weights.fp8 import convert_to_fp8, dequantize, load_causal_lm
+from slime.weights.fp8_format import Fp8Format
 from tests.delta_nets import (
     FAMILIES,
     PUBLISHED,
@@ -147,7 +149,7 @@ def _trained(column: torch.Tensor) -> torch.Tensor:
 def test_a_layer_that_is_not_told_of_borders_refuses(models):
     hf = packed_model(models["qwen3_5"]).hf
     tokens = torch.arange(4)[None]
-    with pytest.raises(UserError, match="not told where packed samples end"):
+    with pytest.raises(UserError, match="no boundaries of packed samples"):
         hf.model.layers[0].linear_attn(hf.model.embed_tokens(tokens))
 
 
@@ -208,6 +210,29 @@ def test_fp8_of_a_published_checkpoint_is_read_again(name, published, tmp_path):
     for parameter, tensor in read.named_parameters():
         scale = bf16[parameter].abs().max()
         assert (tensor - bf16[parameter]).abs().max() <= scale / 16, parameter
+
+
+def test_an_export_of_an_fp8_checkpoint_is_unquantized(published, tmp_path):
+    """That includes its MTP layers, which are copied and not trained."""
+    layout = Fp8Format(strategy="block", block=(16, 16))
+    convert_to_fp8(Path(published["qwen3_next"]), tmp_path / "fp8", layout)
+    stored = load_all(str(tmp_path / "fp8"))
+    run_fsdp_ranks(_export_once, 1, str(tmp_path / "fp8"), str(tmp_path / "out"))
+    exported = load_all(str(tmp_path / "out"))
+    assert exported.keys() == {name for name in stored if not name.endswith("_scale_inv")}
+    copied = {n for n in exported if n.startswith("mtp.") and f"{n}_scale_inv" in stored}
+    assert copied
+    for name, tensor in exported.items():
+        scale = stored.get(f"{name}_scale_inv")
+        assert tensor.dtype == torch.float32, name
+        wide = stored[name] if scale is None else dequantize(stored[name], scale, layout)
+        assert torch.equal(tensor, wide.float()), name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+
+
+def _export_once(rank: int, model: str, folder: str) -> None:
+    start_actor(Case(model=model, flags=BUDGET).args(), rank, 1).export_hf(folder)
 
 
 @pytest.fixture(scope="module")

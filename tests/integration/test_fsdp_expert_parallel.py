@@ -238,10 +238,13 @@ MOE = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 8}
             {},
             "experts with biases are not spread over ranks",
         ),
-        (
-            MOE,
-            {"lora_rank": 4, "lora_target_modules": ["experts"]},
-            "experts with adapters are not spread over ranks",
+        *(
+            (
+                MOE,
+                {"lora_rank": 4, "lora_target_modules": ["q_proj", target]},
+                "experts with adapters are not spread over ranks",
+            )
+            for target in ("experts", "gate_up_proj", "mlp.experts.down_proj")
         ),
         (
             {
@@ -259,6 +262,15 @@ def test_what_cannot_be_spread_is_refused_before_a_start(tmp_path, config, flags
     with pytest.raises(ConfigError) as error:
         make_args(hf_checkpoint=str(tmp_path), train_backend="fsdp", **given)
     assert words in str(error.value)
+
+
+def test_adapters_of_shared_experts_are_accepted(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    given = {"actor_num_gpus_per_node": 2, "expert_model_parallel_size": 2, "lora_rank": 4}
+    targets = ["shared_experts.down_proj"]
+    options = {"hf_checkpoint": str(tmp_path), "train_backend": "fsdp"}
+    args = make_args(**options, **given, lora_target_modules=targets)
+    assert args.lora_target_modules == targets
 
 
 def build_gpt_oss(rank: int, folder: str) -> str:

@@ -131,3 +131,11 @@ def test_a_long_request_does_not_use_up_the_deadline_of_its_retry():
     with FakeEngine(script) as engine:
         reply = run(EnginePool([engine.url], deadline_s=0.5).generate(PAYLOAD))
     assert reply["text"] == "ok"
+
+
+def test_time_in_which_an_engine_worked_is_no_part_of_the_deadline():
+    """Lost at once, then after longer than the deadline; the third attempt is answered."""
+    replies = [Reply(drop=True), Reply(latency_s=1.5, drop=True), Reply()]
+    with FakeEngine(lambda request: replies[min(request.number, 2)]) as engine:
+        reply = run(EnginePool([engine.url], deadline_s=1.2).generate(PAYLOAD))
+        assert reply["text"] == "ok" and len(engine.requests) == 3

@@ -20,6 +20,7 @@ from slime.runlog.checkpoint_folder import TRACKER, find_checkpoint, read_meta
 from tests import delta_nets
 from tests.args import make_args
 from tests.forked import run_python
+from tests.integration.test_damaged_checkpoints import flip
 from tests.megatron import whole_weights
 from tests.parity.tiny_families import UNTRAINED, make_family
 from tests.rank_pool import run_megatron_ranks
@@ -217,6 +218,33 @@ def test_files_of_several_workers_equal_those_of_one(converted, tmp_path: Path) 
         assert sum(sizes) <= 2 * CHUNK or len(sizes) <= 2
 
 
+_ONE_WORKER = """
+import sys
+from multiprocessing import Pipe
+from pathlib import Path
+from slime.backends.megatron_utils.conversion.to_hf import Plan, _write_in_worker
+source, origin, folder = sys.argv[1:]
+plan = Plan(source=source, origin=origin, file_bytes=8000, add_missing=False)
+receiver, sender = Pipe(duplex=False)
+_write_in_worker(plan, Path(folder), [0], 1, sender)
+print(receiver.recv())
+"""
+
+
+def test_workers_do_not_read_the_checkpoint_to_verify_it_again(converted, tmp_path: Path) -> None:
+    """The parent process verifies all files; a damaged one that is not converted shows who does."""
+    origin, saved = converted
+    damaged = tmp_path / "saved"
+    shutil.copytree(saved, damaged)
+    checkpoint = find_checkpoint(str(damaged))
+    assert checkpoint is not None
+    flip(checkpoint / "rng_0.pt")
+    done = to_hf(damaged, tmp_path / "out", origin, "--max-workers=2")
+    assert done.returncode == 2 and "rng_0.pt" in done.stderr, done.stderr
+    done = run("-c", _ONE_WORKER, str(checkpoint), str(origin), str(tmp_path))
+    assert done.returncode == 0 and "model-00001.safetensors" in done.stdout, done.stderr
+
+
 def test_a_killed_worker_is_said_and_leaves_nothing(converted, tmp_path: Path) -> None:
     origin, saved = converted
     command = [
@@ -284,7 +312,7 @@ def test_bad_options_of_the_way_back_are_one_sentence(converted, tmp_path: Path)
         (["--model-name=qwen3"], 2, "config.json has model_type glm4_moe"),
         (["--max-workers=0"], 2, "must be at least 1"),
         ([f"--output-dir={saved.parent}"], 2, "--output-dir is --origin-hf-dir, or holds it"),
-        ([f"--input-dir={tmp_path}"], 2, "is no checkpoint and has no complete one in it"),
+        ([f"--input-dir={tmp_path}"], 2, "is not a checkpoint and contains no complete one"),
         ([f"--origin-hf-dir={int4}"], 1, "INT4 (pack-quantized of compressed-tensors)"),
     ]
     lines = [[*folders, f"--origin-hf-dir={origin}", *flags] for flags, *_ in cases]
@@ -302,7 +330,7 @@ def test_bad_options_of_the_way_back_are_one_sentence(converted, tmp_path: Path)
 
 BAD_INPUT = [  # flags after --hf-checkpoint and --save, and the sentence
     (["--num-layers=5"], "--num-layers 5 disagrees with config.json"),
-    (["--lr=1e-6"], "--lr means nothing in a conversion"),
+    (["--lr=1e-6"], "--lr has no effect in a conversion"),
     (["--tensor-model-parallel-size=2"], "does not divide the 1 processes"),
     (["--num-layer=4"], "there is no flag --num-layer; did you mean --num-layers?"),
 ]

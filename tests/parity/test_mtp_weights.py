@@ -152,7 +152,7 @@ def test_a_checkpoint_without_mtp_layers_starts_with_the_models(
     assert all(torch.equal(found[name], stored[name]) for name in mtp)
     assert not torch.equal(found["lm_head.weight"], stored["lm_head.weight"])
     assert "--enable-mtp-training: " in refusal and "was trained without MTP layers" in refusal
-    assert "add --no-load-optim, with which they start from --hf-checkpoint" in refusal
+    assert "add --no-load-optim, so that they start from --hf-checkpoint" in refusal
     assert all(torch.equal(again[name], stored[name]) for name in mtp)
     assert torch.equal(again["lm_head.weight"], found["lm_head.weight"])
 

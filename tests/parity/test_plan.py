@@ -14,6 +14,7 @@ from slime.cli.plan.model_shape import config_from_flags, write_config
 from slime.cli.plan.rank_layout import cluster_layout
 from slime.config.arguments import Args
 from slime.config.flags.parser import read_command_line
+from slime.core.errors import UserError
 from slime.weights.fp8 import Fp8Format, convert_to_fp8
 from tests.fsdp import Case, make_rows
 from tests.megatron import DIST_OPT, EP, ETP1, PP, SP, megatron_args, my_rows, start_actor
@@ -131,6 +132,13 @@ def counts(requests: list[CountRequest]) -> list[ModelCount]:
         assert isinstance(answer, ModelCount), answer
         found.append(answer)
     return found
+
+
+def test_a_count_that_takes_too_long_is_said_in_one_sentence(tmp_path):
+    case = Case(model=str(make_tiny_checkpoint(tmp_path / "m")))
+    request = CountRequest(args=case.args(), ranks=[0], world_size=1)
+    with pytest.raises(UserError, match=r"took more than 0\.01 s: run it again"):
+        count_models([request], timeout_s=0.01)
 
 
 def storage_bytes(tensors) -> int:

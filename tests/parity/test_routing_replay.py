@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slime.rollout.train_data import split_batch
 from tests.fsdp import Case, make_rows, naive_log_probs
 from tests.megatron import (
     CP,
@@ -92,6 +93,22 @@ def test_with_both_the_engines_choices_win_and_the_rest_is_recorded(case: Case):
             assert mine.any() and (kept[:, mine] >= 0).all(), name
             reported = np.broadcast_to(given >= 0, given.shape) & mine[None, :, None]
             assert (kept[reported] == given[reported]).all(), name
+
+
+def test_a_rank_without_rows_records_the_choices_of_its_dummies(case: Case):
+    """One sample on two data ranks: the second repeats it in a dummy, with the same choices."""
+    args = megatron_args(case, 2, use_routing_replay=True)
+    first, second = run_megatron_ranks(_record_one_row, 2, args)
+    assert [first["dummy"], second["dummy"]] == [False, True]
+    assert (first["experts"] >= 0).all() and (first["experts"] == second["experts"]).all()
+
+
+def _record_one_row(rank: int, args: Any) -> dict[str, Any]:
+    actor = start_actor(args, rank, 2)
+    batch = split_batch(args, make_rows(0).select([0]), dp_size=2, cp_size=1)[rank]
+    actor.log_probs(batch, "actor")
+    (experts,) = batch.routed_experts
+    return {"experts": experts, "dummy": (-1, 0) in batch.schedule.dummies}
 
 
 def _record_over_engine(

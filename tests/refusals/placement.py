@@ -103,6 +103,13 @@ ENGINES = [
         model="GLM-4.5",
     ),
     Wrong(
+        what="attention copies that do not divide a pipeline stage of the engine",
+        flags=f"{SGLANG} --colocate --rollout-num-gpus-per-engine 4 --sglang-pp-size 4 --sglang-dp-size 4 "
+        "--sglang-enable-dp-attention",
+        right=f"{SGLANG} --colocate --rollout-num-gpus-per-engine 4 --sglang-pp-size 2 --sglang-dp-size 2 "
+        "--sglang-enable-dp-attention",
+    ),
+    Wrong(
         what="96 heads over 64 tensor ranks of an engine",
         flags=f"{SGLANG} {GLM} --rollout-num-gpus-per-engine 64",
         right=f"{SGLANG} {GLM} --rollout-num-gpus-per-engine 64 --sglang-enable-dp-attention "

@@ -56,7 +56,7 @@ def test_weights_are_loaded_as_a_reference_too(written, model):
 
 def test_optimizer_state_of_another_tool_is_refused(written, model):
     load = str(written["optimizer"])
-    with pytest.raises(ConfigError, match=f"--ref-load {load} in place of --load"):
+    with pytest.raises(ConfigError, match=f"--ref-load {load} instead of --load"):
         Checkpointer(_args(model, load=load, save=load))
     assert (written["optimizer"] / TRACKER).read_text() == "20"
 

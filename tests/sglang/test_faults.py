@@ -108,7 +108,7 @@ def test_the_engine_is_killed_while_idle_and_in_an_update_and_frozen_in_another(
         os.kill(pid(run_dir, 0), how)
     output = finish(process)
     assert output.count("engine 0 failed and was started again") == 3
-    assert "does not answer any more" in (run_dir / "logs" / "trainer_0.log").read_text()
+    assert "no longer answers" in (run_dir / "logs" / "trainer_0.log").read_text()
     check(run_dir, 5)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from slime.backends.sglang_utils.command import differences, installed_options
 from slime.config.installed import find_sglang
+from slime.core.errors import UserError
 from slime.serving.router import router_argv
 from slime.weights.sglang_checksums import gpu_hash
 from tests.args import make_args
@@ -31,7 +32,7 @@ def test_sglang_parses_what_slime_writes(on_gpu):
     assert install is not None
     argv = words(command(make_args(**SEED), install.version, rank=3, on_gpu=on_gpu))
     installed_options(install, "sglang", argv)
-    with pytest.raises(ValueError, match="no-such-option"):
+    with pytest.raises(UserError, match="no-such-option"):
         installed_options(install, "sglang", [*argv, "--no-such-option"])
 
 

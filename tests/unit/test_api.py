@@ -17,7 +17,9 @@ from slime import api, api_inputs
 from slime.config.arguments import read_given
 from slime.core.errors import ConfigError, UserError
 from slime.core.types import Sample
+from slime.data.prompt_data import DataFormat, load_prompts
 from slime.ray import python_functions
+from tests.tiny import make_byte_tokenizer
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
 SAMPLE = Sample(prompt="1+1=", response="22", label="2", metadata=ROWS[0])
@@ -122,6 +124,7 @@ def test_options_become_flags(tmp_path):
         "eval_prompt_data": ["eval", str(inputs / "eval.jsonl")],
         "input_key": "prompt",
         "label_key": "answer",
+        "metadata_key": "slime_row",
         "custom_rm_path": "slime.ray.python_functions.reward",
         "lr": 1e-5,
         "save": None,
@@ -129,7 +132,7 @@ def test_options_become_flags(tmp_path):
         "save_hf": "{run_dir}/hf",
     }
     rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
-    assert rows == [{**row, "metadata": row} for row in ROWS]
+    assert rows == [{**row, "slime_row": row} for row in ROWS]
 
 
 def test_secrets_are_not_written(tmp_path):
@@ -203,3 +206,13 @@ def test_importing_slime_is_light():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = slime.trian
+
+
+def test_a_column_called_metadata_hides_no_other(tmp_path):
+    rows = [{"prompt": "1+1=", "answer": "2", "metadata": {"level": 1}}]
+    values = options_of(tmp_path / "inputs", rows, by_columns)
+    data_format = DataFormat(
+        label_key="answer", input_key="prompt", metadata_key=values["metadata_key"]
+    )
+    dataset = load_prompts(values["prompt_data"][0], data_format, make_byte_tokenizer())
+    assert dataset.make_sample(0).metadata == rows[0]

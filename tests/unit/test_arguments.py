@@ -144,6 +144,7 @@ def test_a_value_without_a_flag_is_refused():
         (["--train-env-vars", "{"], ["--train-env-vars", "JSON"]),
         (["--train-env-vars", "[1]"], ["--train-env-vars", "JSON object"]),
         (["--sglang-context-length", "2.5Ki5"], ["--sglang-context-length", "whole number"]),
+        (["--sglang-context-length", "9" * 400], ["--sglang-context-length", "whole number"]),
     ],
 )
 def test_values_of_the_wrong_kind(argv, words):
@@ -164,11 +165,14 @@ def test_values_of_the_wrong_kind(argv, words):
         ("- lr", ["name: value"]),
         ("a: [", ["YAML"]),
         ("config: other.yaml", ["command line"]),
+        ("num_rollout: .inf", ["num_rollout", "inf is not a whole number"]),
+        ("lr: 1" + "0" * 400, ["lr", "is not a number"]),
+        ("run_dir: caf\xe9", ["is not YAML: 'utf-8' codec can't decode byte 0xe9"]),
     ],
 )
 def test_mistakes_in_the_config_file_name_file_and_key(tmp_path, text, words):
     file = tmp_path / "run.yaml"
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     message = refusal(config=file)
     assert str(file) in message
     assert all(word in message for word in words), message

@@ -4,6 +4,7 @@ import errno
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -12,12 +13,14 @@ import pytest
 from slime.core.errors import ConfigError, UserError
 from slime.ray.checkpointing import Checkpointer
 from slime.runlog.checkpoint_folder import (
+    TRACKER,
     CheckpointFolder,
     CheckpointMeta,
     find_checkpoint,
     read_meta,
 )
 from tests.args import make_args
+from tests.killed import killed_at_each_change
 
 
 class Trainer:
@@ -88,6 +91,85 @@ def test_nothing_is_saved_twice(tmp_path):
     checkpoints = checkpointer(tmp_path)
     checkpoints.save(4, Trainer(), Rollout())
     checkpoints.save(4, Trainer(full_disk=True), Rollout())  # would raise
+
+
+def folders(tmp_path: Path) -> list[int]:
+    return sorted(int(folder.name.removeprefix("iter_")) for folder in tmp_path.glob("iter_*"))
+
+
+def test_a_rewound_run_keeps_what_it_saves_and_resumes_from_it(tmp_path):
+    first = checkpointer(tmp_path)
+    for rollout_id in (9, 19, 29):
+        first.save(rollout_id, Trainer(), Rollout())
+    rewound = checkpointer(tmp_path, ckpt_step=9, save_total_limit=2)
+    for saved, left in (
+        (14, [9, 14, 19, 29]),
+        (22, [14, 19, 22, 29]),  # later than an abandoned one, which still keeps no place
+        (34, [22, 29, 34]),  # abandoned ones that are older than all kept ones are removed
+    ):
+        rewound.save(saved, Trainer(), Rollout())
+        assert folders(tmp_path) == left
+        assert find_checkpoint(str(tmp_path)) == tmp_path / f"iter_{saved:07d}"
+        assert (tmp_path / TRACKER).read_text().strip() == str(saved)
+    assert CheckpointFolder(tmp_path).rollout_ids() == [22, 34]
+    assert find_checkpoint(str(tmp_path), 29) == tmp_path / "iter_0000029"
+
+
+def test_a_run_that_returns_to_an_abandoned_checkpoint_continues_its_branch(tmp_path):
+    for step, rollout_id in ((None, 9), (None, 19), (9, 14), (19, 24)):
+        checkpointer(tmp_path, ckpt_step=step).save(rollout_id, Trainer(), Rollout())
+    assert CheckpointFolder(tmp_path).rollout_ids() == [9, 14, 19, 24]
+    checkpointer(tmp_path, ckpt_step=14).save(17, Trainer(), Rollout())
+    assert CheckpointFolder(tmp_path).rollout_ids() == [9, 14, 17]
+
+
+def test_a_damaged_checkpoint_after_a_rewind_names_one_of_the_same_branch(tmp_path):
+    for step, rollout_id in ((None, 9), (None, 29), (9, 14)):
+        checkpointer(tmp_path, ckpt_step=step).save(rollout_id, Trainer(), Rollout())
+    (tmp_path / "iter_0000014" / "weights").unlink()
+    with pytest.raises(ConfigError, match=r"iter_0000014 is damaged.*--ckpt-step 9$"):
+        checkpointer(tmp_path)
+
+
+def test_a_rewound_run_that_is_killed_never_resumes_from_between(tmp_path):
+    origin, root = tmp_path / "origin", tmp_path / "work"
+    for rollout_id in (9, 19, 29):
+        checkpointer(origin).save(rollout_id, Trainer(), Rollout())
+    shutil.copytree(origin, root)
+    newest = []
+    rewound = checkpointer(root, ckpt_step=9, save_total_limit=2)
+    for _ in killed_at_each_change(rewound.save, 19, Trainer(), Rollout()):
+        newest.append(CheckpointFolder(root).rollout_ids()[-1])
+        again = checkpointer(root, ckpt_step=9)
+        again.save(14, Trainer(), Rollout())
+        assert CheckpointFolder(root).rollout_ids() == [9, 14]
+        shutil.rmtree(root)
+        shutil.copytree(origin, root)
+    assert list(dict.fromkeys(newest)) == [29, 9, 19]  # not saved yet, marked, saved
+    assert folders(root) == [9, 19, 29] and find_checkpoint(str(root)) == root / "iter_0000019"
+
+
+def test_the_critics_folder_keeps_the_critic_of_a_rewound_run(tmp_path):
+    class Both(Trainer):
+        def save(self, rollout_id: int, path: str, critic_path: str) -> None:
+            super().save(rollout_id, path)
+            super().save(rollout_id, critic_path)
+
+    options = {"advantage_estimator": "ppo", "critic_save": str(tmp_path / "critic")}
+    for step, rollout_id in ((None, 9), (None, 19), (None, 29), (9, 14)):
+        run = checkpointer(tmp_path / "actor", ckpt_step=step, save_total_limit=3, **options)
+        run.save(rollout_id, Both(), Rollout())
+    again = checkpointer(tmp_path / "actor", save_total_limit=1, **options)
+    assert again.critic_loaded == tmp_path / "critic" / "iter_0000014"
+    again.save(24, Both(), Rollout())
+    assert folders(tmp_path / "actor") == folders(tmp_path / "critic") == [24, 29]
+
+
+def test_a_last_rollout_that_is_trained_again_is_saved_again(tmp_path):
+    checkpointer(tmp_path).save(9, Trainer(trained_version=10), Rollout())
+    again = checkpointer(tmp_path, start_rollout_id=5)
+    again.save(9, Trainer(trained_version=20), Rollout())
+    assert read_meta(find_checkpoint(str(tmp_path))).weight_version == 20
 
 
 def test_a_checkpoint_of_the_other_backend_is_refused(tmp_path):

@@ -292,3 +292,12 @@ def test_samples_of_several_files_name_theirs(tmp_path):
     twice = rollout_args(tmp_path, prompt_data=[f"{first}@[0:1]", f"{first}@[1:2]"])
     names = [g[0].metadata["dataset"] for g in RolloutDataSource(twice).get_samples(2)]
     assert names == ["easy-0", "easy-1"]
+
+
+def test_a_source_without_data_loads_a_state(tmp_path):
+    """Of a run that only evaluates a checkpoint."""
+    state = RolloutDataSource(rollout_args(tmp_path, sums(3))).state_dict(0)
+    args = rollout_args(tmp_path, sums(3)).replace(num_rollout=0)
+    source = RolloutDataSource(args)
+    source.load_state_dict(state)
+    assert (source.position, len(source)) == (0, 0)

@@ -142,7 +142,7 @@ def test_the_embedded_engine_refuses_by_group_what_it_does_not_do(tmp_path):
     message = refusal(tmp_path, policy({**REGULAR, "overrides": {"enable_eplb": True}}))
     assert "policy, regular" in message and "--sglang-enable-eplb is not supported" in message
     halves = [{**REGULAR, "worker_type": role} for role in ("prefill", "decode")]
-    assert "the embedded engine does both in one" in refusal(tmp_path, policy(*halves))
+    assert "the embedded engine has no disaggregation" in refusal(tmp_path, policy(*halves))
     two = {**REGULAR, "num_gpus": 2, "num_gpus_per_engine": 2}
     assert "no tensor parallelism" in refusal(tmp_path, policy(two))
 
@@ -192,7 +192,10 @@ def test_engines_of_one_group_share_a_node_and_several_spread_over_nodes(tmp_pat
             {"prefill_num_servers": 1, "rollout_external_engine_addrs": ["10.0.0.1:1"]},
             "for engines that slime starts",
         ),
-        ({"prefill_num_servers": 1, "rollout_num_gpus": 2}, "the embedded engine does both"),
+        (
+            {"prefill_num_servers": 1, "rollout_num_gpus": 2},
+            "the embedded engine has no",
+        ),
         ({"rollout_engine": "sglang", "prefill_num_servers": 2, "rollout_num_gpus": 2}, "decode"),
         ({"rollout_engine": "sglang", "sglang_disaggregation_mode": "decode"}, "--prefill-num-s"),
     ],

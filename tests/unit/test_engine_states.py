@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +21,9 @@ from slime.algorithms.delta_layers import (
     continue_tokens,
 )
 from slime.algorithms.gated_delta import DeltaHeads, gated_delta_net
+from slime.core.errors import UserError
 from slime.engine.arguments import EngineArgs
-from slime.engine.kv_cache import count_states
+from slime.engine.kv_cache import LayerShape, choose_sizes, count_states
 from slime.engine.radix_cache import PagePool
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import SamplingParams
@@ -196,7 +199,8 @@ def test_random_loads(seed: int, lag: int):
     assert not pending and not model.scheduler.has_requests
     model.scheduler.flush()
     assert model.scheduler.pool.num_free == sizes["num_pages"]
-    assert model.keeper.num_free == sizes["saved"]
+    rows = {model.keeper._pool.take() for _ in range(sizes["saved"])}
+    assert rows == set(range(sizes["max_running"] + 1, sizes["max_running"] + 1 + sizes["saved"]))
 
 
 # ---- the states themselves
@@ -287,3 +291,30 @@ def test_rows_are_copied_in_order():
 def test_sizes_follow_from_memory(options: dict, expected: tuple[int, int]):
     args = EngineArgs(model_path="m", **options)
     assert count_states(args, 1.9e9, 10_000_000) == expected
+
+
+@pytest.mark.parametrize("max_total_tokens", [None, 64])
+def test_too_many_running_requests_for_the_states_are_refused(max_total_tokens: int | None):
+    """2 GiB of a CPU: a row takes a layer's 2 MiB matrices and 3 x 48 KiB of the convolution's inputs."""
+    heads = DeltaHeads(num_key=32, num_value=32, key_dim=128, value_dim=128)
+    shape = StateShape(layers=(0,), heads=heads, window=3)
+    row = (32 * 128 * 128 + 3 * 3 * 32 * 128) * 4
+    runner: Any = SimpleNamespace(
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        context_len=512,
+        layers={1: LayerShape(num_heads=2, key_dim=64, value_dim=64)},
+        tower=None,
+        state_shape=shape,
+    )
+    page = 16 * 2 * (64 + 64) * 4
+    fitting = (2**31 - page) // row - 1  # one row is for padding
+
+    def sizes(max_running: int):
+        options = {"max_running_requests": max_running, "max_total_tokens": max_total_tokens}
+        return choose_sizes(EngineArgs(model_path="m", page_size=16, **options), runner)
+
+    found = sizes(fitting)
+    assert found.max_running == fitting and found.num_pages >= 1
+    with pytest.raises(UserError, match=rf"--max-running-requests {fitting + 1}: .* {fitting} req"):
+        sizes(fitting + 1)

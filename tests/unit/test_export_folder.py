@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -142,6 +143,7 @@ def test_a_failed_export_leaves_the_old_one_and_nothing_else(tmp_path):
     tensors = load_file(tmp_path / "hf" / "model-00001.safetensors")
     assert torch.equal(tensors["a"], torch.ones(2))
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "source"}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == {"dtype": "float32"}
 
 
 def test_the_marker_of_the_origin_is_not_taken_for_the_exports(tmp_path):

@@ -14,7 +14,9 @@ from slime.config.checks.file_checks import (
     check_tokenizer,
     check_weights,
     check_writable,
+    read_config_json,
 )
+from slime.config.flags.draft import Draft
 from slime.core.errors import ConfigError
 from tests.tiny import make_byte_tokenizer
 
@@ -60,6 +62,27 @@ def test_a_missing_shard_a_pointer_and_a_broken_index(folder):
     assert f"{shard} does not exist" in refusal(folder)
     (folder / INDEX).write_text("{")
     assert str(folder / INDEX) in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"a": {"data_offsets": []}}',
+        '{"a": {"data_offsets": [0, "12"]}}',
+        '{"a": {}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_header_that_cannot_be_read(folder, header):
+    file = folder / "model-1.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    assert f"{file} is not a safetensors file: its header cannot be read" in refusal(folder)
+
+
+def test_a_config_that_is_nested_too_deeply(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"config\.json is not JSON: maximum recursion depth"):
+        read_config_json(Draft({"hf_checkpoint": str(tmp_path)}, {}, gpus=0))
 
 
 def test_a_folder_without_a_tokenizer(folder):

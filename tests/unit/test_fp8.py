@@ -15,15 +15,19 @@ from slime.backends.megatron_utils.hf_weights.reader import HfReader
 from slime.core.errors import UserError
 from slime.weights.fp8 import (
     FP8,
-    Fp8Format,
     convert_to_fp8,
-    declaration,
     dequantize,
-    format_of,
-    is_quantized,
     load_causal_lm,
     quantize,
+    quantize_all,
     read_dequantized,
+)
+from slime.weights.fp8_format import (
+    Fp8Format,
+    declaration,
+    format_of,
+    is_quantized,
+    quantized_in,
 )
 from slime.weights.sglang_checksums import ModelFacts
 from slime.weights.sync import WeightSync
@@ -245,3 +249,102 @@ def test_what_an_update_sends_is_what_the_tool_writes(model, tmp_path, layout):
 def test_projections_of_mtp_layers_stay_as_they_are(name):
     assert not is_quantized(f"model.{name}.weight", 2)
     assert is_quantized("model.layers.61.mlp.down_proj.weight", 2)
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        "mlp.gate",  # Qwen3, DeepSeek
+        "block_sparse_moe.gate",  # Mixtral, MiniMax
+        "feed_forward.gate",  # LFM2
+        "feed_forward.router",  # Llama 4
+        "mlp.router",  # GPT-OSS
+        "block_sparse_moe.router.layer",  # Granite
+    ],
+)
+def test_no_router_is_quantized(router):
+    assert not is_quantized(f"model.layers.0.{router}.weight", 2)
+    assert is_quantized(f"model.layers.0.{router.split('.')[0]}.experts.0.gate_proj.weight", 2)
+
+
+def test_an_update_quantizes_the_tensors_that_have_scales_in_the_checkpoint(model, tmp_path):
+    """Here the checkpoint keeps a projection that the converter would quantize."""
+    convert_to_fp8(model, tmp_path / "fp8", SMALL)
+    plain, stored = (load_file(f / "model.safetensors") for f in (model, tmp_path / "fp8"))
+    kept = "model.layers.0.self_attn.o_proj.weight"
+    stored[kept] = plain[kept]
+    del stored[f"{kept}_scale_inv"]
+    save_file(stored, tmp_path / "fp8" / "model.safetensors")
+    (tmp_path / "fp8" / "model.safetensors.index.json").unlink()
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    chosen = quantized_in(tmp_path / "fp8", config, SMALL)
+    sent = dict(quantize_all(plain.items(), SMALL, chosen))
+    assert sent.keys() == stored.keys()
+    assert {n: t.dtype for n, t in sent.items()} == {n: t.dtype for n, t in stored.items()}
+
+
+@pytest.mark.parametrize(
+    ("declared", "module"),
+    [
+        ({"modules_to_not_convert": ["o_proj"]}, "model.layers.0.self_attn.o_proj"),
+        ({"modules_to_not_convert": ["model.layers.0"]}, "model.layers.0.self_attn.o_proj"),
+        ({"ignored_layers": ["mlp"]}, "model.layers.0.mlp.up_proj"),
+        ({"ignore": ["re:.*o_proj$"]}, "model.layers.0.self_attn.o_proj"),
+    ],
+)
+def test_without_weight_files_config_json_says_what_is_not_quantized(tmp_path, declared, module):
+    config = {"quantization_config": {"quant_method": "fp8", **declared}}
+    chosen = quantized_in(tmp_path, config, SMALL)
+    assert not chosen(f"{module}.weight", 2)
+    assert chosen("model.layers.10.self_attn.q_proj.weight", 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.language_model.layers.0.mlp.experts.gate_up_proj", (4, 8, 12)),
+        ("model.layers.0.block_sparse_moe.input_linear.weight", (4, 8, 12)),
+        ("model.layers.0.mlp.experts.gate_up_proj_blocks", (4, 8, 2, 16)),
+    ],
+)
+def test_fused_experts_that_are_not_split_are_refused(tmp_path, name, shape):
+    """They would stay in bf16 and not be listed in modules_to_not_convert."""
+    source = tmp_path / "bf16"
+    source.mkdir()
+    (source / "config.json").write_text('{"model_type": "qwen3_vl_moe"}')
+    save_file({name: torch.zeros(shape, dtype=torch.bfloat16)}, source / "model.safetensors")
+    with pytest.raises(UserError, match=f"{re.escape(name)} .* holds all experts of a layer"):
+        convert_to_fp8(source, tmp_path / "fp8", SMALL)
+    assert not (tmp_path / "fp8").exists()
+
+
+def compressed(**weights: object) -> dict:
+    weights = {"type": "float", "num_bits": 8, **weights}
+    groups = {"group_0": {"weights": weights}}
+    named = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    return {"quantization_config": {**named, "config_groups": groups}}
+
+
+def test_blocks_of_compressed_tensors_are_read_with_their_scales(tmp_path):
+    config = compressed(strategy="block", block_structure=[2, 3])
+    layout = format_of(config)
+    assert layout is not None and (layout.strategy, layout.block) == ("block", (2, 3))
+    matrix = torch.randn(5, 7)
+    values, scale = quantize(matrix, SMALL)
+    save_file({"a.weight": values, "a.weight_scale": scale}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = dequantize(values, scale, SMALL)
+    read = read_dequantized(tmp_path, layout, torch.float32)
+    assert read.keys() == {"a.weight"} and torch.equal(read["a.weight"], expected)
+    assert torch.equal(HfReader(tmp_path).read("a.weight"), expected.bfloat16())
+    sent = dict(quantize_all([("a.weight", matrix)], layout))
+    assert sent.keys() == {"a.weight", "a.weight_scale"}
+
+
+def test_scales_that_are_not_read_are_named(model):
+    config = json.loads((model / "config.json").read_text()) | compressed(strategy="group")
+    (model / "config.json").write_text(json.dumps(config))
+    assert format_of(config) is None
+    for read in (lambda: load_causal_lm(str(model)), lambda: HfReader(model)):
+        with pytest.raises(UserError, match=r"FP8 .*float-quantized of .*, scales per group"):
+            read()

@@ -221,7 +221,7 @@ def test_layer_patterns(text, pattern):
     assert layer_pattern(text, 4) == pattern
 
 
-@pytest.mark.parametrize("text", ["[0]*3", "[1]*5", "one", "[0]*x+[1]*3", "__import__('os')"])
+@pytest.mark.parametrize("text", ["0", "[0]*3", "[1]*5", "one", "[0]*x+[1]*3", "__import__('os')"])
 def test_bad_layer_patterns_are_refused(text):
     with pytest.raises(ConfigError, match="--moe-layer-freq"):
         layer_pattern(text, 4)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from slime.config.flags.draft import Draft
-from slime.config.hub import _dataset, _is_dataset
+from slime.config.hub import _dataset, _is_dataset, _missing_shards
 from slime.core.errors import ConfigError
 from tests.args import make_argv
 
@@ -51,7 +53,8 @@ class Hub(BaseHTTPRequestHandler):
         self.send_response(404 if body is None else 200)
         self.send_header("Content-Length", str(len(body or b"")))
         self.send_header("ETag", f'"{hashlib.sha1(body or b"").hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
+        asked = re.search(r"(?:resolve|revision|tree)/([0-9a-f]{40})", path)
+        self.send_header("X-Repo-Commit", asked[1] if asked else COMMIT)
         self.end_headers()
         if body is not None and self.command == "GET":
             self.wfile.write(body)
@@ -150,6 +153,81 @@ def test_ids_are_downloaded_once_and_then_in_the_cache(home, hub):
     assert found[3][1] == [f"{single}@[0:1]:weight=2"]
     assert not list(cache.rglob("*.py")) and not list(cache.rglob("*.bin"))
     assert all(Path(path).read_bytes() == ROWS for path in found[1][1])
+
+
+TRAIN = [f"main/train-0000{i}-of-00002.jsonl" for i in (0, 1)]
+TEST = "main/test-00000-of-00001.jsonl"
+
+
+def cache_only(home: Path, *files: str) -> Path:
+    """Put these files of openai/gsm8k into the cache, as hf_hub_download does, and return their folder."""
+    repository = home / "hub" / "datasets--openai--gsm8k"
+    for file in files:
+        path = repository / "snapshots" / COMMIT / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(ROWS)
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    return repository / "snapshots" / COMMIT
+
+
+@pytest.mark.parametrize("cached", [[TEST], TRAIN[:1], TRAIN[1:]])
+def test_a_partly_cached_dataset_is_completed(tmp_path, hub, cached):
+    folder = cache_only(tmp_path, *cached)
+    [found] = resolve(tmp_path, hub, {"prompt_data": ["openai/gsm8k"]})
+    assert found[1] == [str(folder / file) for file in TRAIN]
+
+
+def test_a_cached_dataset_keeps_its_revision(tmp_path, hub, monkeypatch):
+    folder = cache_only(tmp_path, TRAIN[0])
+    monkeypatch.setattr(sys.modules[__name__], "COMMIT", "b" * 40)  # the Hub has a newer one
+    [found] = resolve(tmp_path, hub, {"prompt_data": ["openai/gsm8k"]})
+    assert found[1] == [str(folder / file) for file in TRAIN]
+
+
+PARTLY_CACHED = [
+    ([TEST], f"there is no train file, only {TEST}"),
+    ([TEST], f"give --prompt-data hf://datasets/openai/gsm8k/{TEST}"),
+    ([TEST, TRAIN[0]], "the cache lacks 1 of the files of main (train-00001-of-00002): run `hf download"),
+    ([TRAIN[1]], "the cache lacks 1 of the files of main (train-00000-of-00002"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reachable", ["http://127.0.0.1:9", None])
+@pytest.mark.parametrize(("cached", "expected"), PARTLY_CACHED)
+def test_a_partly_cached_dataset_is_refused_offline(tmp_path, cached, expected, reachable):
+    cache_only(tmp_path, *cached)
+    [message] = resolve(tmp_path, reachable, {"prompt_data": ["openai/gsm8k"]})
+    assert isinstance(message, str) and expected in message
+    assert "run `hf download openai/gsm8k --repo-type dataset`" in message
+
+
+def test_an_interrupted_download_is_named_offline(tmp_path, hub):
+    resolve(tmp_path, hub, {"prompt_data": [f"hf://datasets/openai/gsm8k/{TEST}"]})
+    [message] = resolve(tmp_path, None, {"prompt_data": ["openai/gsm8k"]})
+    assert "is incomplete here (3 file(s) are missing (main/train-00000-of-00002.jsonl" in message
+
+
+def test_the_test_file_is_used_where_it_is_named(tmp_path):
+    folder = cache_only(tmp_path, TEST)
+    named = {"prompt_data": [f"hf://datasets/openai/gsm8k/{TEST}"]}
+    evaluated = {"eval_prompt_data": ["gsm", "openai/gsm8k"]}
+    assert resolve(tmp_path, None, named)[0][1] == [str(folder / TEST)]
+    assert resolve(tmp_path, None, evaluated)[0][2] == [str(folder / TEST)]
+
+
+def test_a_plan_only_warns_of_missing_files(tmp_path, monkeypatch):
+    constants = importlib.import_module("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder = cache_only(tmp_path, TRAIN[0])
+    draft = Draft({}, {}, gpus=0, offline=True)
+    assert _dataset("openai/gsm8k", "--prompt-data", draft) == [str(folder / TRAIN[0])]
+    assert "the cache lacks 1 of the files of main" in draft.warnings[0]
+
+
+def test_shards_may_be_numbered_from_one(tmp_path):
+    names = [f"train-0000{i}-of-00003-1a2b.parquet" for i in (1, 3)] + ["train.parquet"]
+    assert _missing_shards([tmp_path / name for name in names]) == ["train-00002-of-00003"]
 
 
 BAD = [

@@ -319,7 +319,7 @@ def test_the_images_of_a_row_go_with_its_messages():
     keep_images(asked, images)
     assert images_in(asked.messages, images) == [A, B]
     body = {"messages": [{"role": "user", "content": [{"type": "image"}] * 3}]}
-    with pytest.raises(ApiError, match="an image of the row, which has 2"):
+    with pytest.raises(ApiError, match="images in the row, which has 2"):
         give_row_images(json.loads(json.dumps(body)), [A, B])
     for odd in (None, [], {"messages": 3}, {"messages": [3, {"content": [3]}]}):
         give_row_images(odd, [A])  # the parser says what is wrong with them

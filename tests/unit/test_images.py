@@ -7,6 +7,7 @@ import io
 import os
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -185,7 +186,7 @@ def make_scans(count: int) -> bytes:
 def test_a_jpeg_of_many_scans_is_refused_at_once():
     """Each scan goes over all pixels: a megabyte of them would be decoded for half an hour."""
     open_image(make_scans(2))
-    with pytest.raises(UserError, match="over 32 parts"):
+    with pytest.raises(UserError, match="over 32 scans"):
         open_image(make_scans(40))
 
 
@@ -199,7 +200,7 @@ def make_chunks(kind: bytes, content: bytes, count: int = 1) -> bytes:
 
 
 def test_a_png_of_a_million_chunks_is_refused_at_once():
-    with pytest.raises(UserError, match="over 32768 parts"):
+    with pytest.raises(UserError, match="over 32768 scans"):
         open_image(make_chunks(b"tEXt", b"a\0b", 1_000_000))
 
 
@@ -244,3 +245,18 @@ def test_a_row_names_files_of_the_allowed_folder(tmp_path):
     for path in (name, "../images/a.png"):
         assert read_image(path, folder, str(tmp_path / "images")) == image
         assert read_image(path, folder, "/") == image
+
+
+@pytest.mark.parametrize("allowed", [None, "pictures"])
+def test_a_relative_data_folder_bounds_what_its_rows_name(tmp_path, monkeypatch, allowed):
+    """`--prompt-data train.jsonl` lies in ".", below which no path with .. is."""
+    image = make_image(8, 8)
+    for name in ("private.png", "run/a.png", "run/pictures/b.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(image)
+    monkeypatch.chdir(tmp_path / "run")
+    for path in ("../private.png", str(tmp_path / "private.png"), "pictures/../../private.png"):
+        with pytest.raises(UserError, match="is not below"):
+            read_image(path, Path(), allowed)
+    for path in ("a.png", "pictures/b.png", str(tmp_path / "run" / "a.png")):
+        assert read_image(path, Path(), allowed) == image

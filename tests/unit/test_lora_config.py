@@ -366,7 +366,7 @@ def test_damaged_folders_are_refused(adapter):
     given = {"lora_adapter_path": str(adapter), "lora_merge_for_rollout": True}
     file = adapter / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
-    assert "where its header says" in refusal(**given)
+    assert "but its header says" in refusal(**given)
     file.write_bytes((1 << 62).to_bytes(8, "little"))
     assert "is not a safetensors file" in refusal(**given)
     file.unlink()

@@ -47,6 +47,12 @@ class Engine:
                 self.end_headers()
                 self.wfile.write(reply)
 
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"{}")
+
             def log_message(self, *args: object) -> None:
                 pass
 
@@ -193,6 +199,26 @@ def test_no_file_is_left_in_shared_memory(keep):
             assert not list(SHM_DIR.glob(f"slime_{os.getpid()}_*"))
     assert engine.formats == ["slime_shm", "slime_kept" if keep else "slime_shm"]
     assert bool(engine.kept) == keep
+
+
+@pytest.mark.parametrize("update_to", ["all", "the restarted one alone"])
+def test_the_exports_of_engines_that_died_are_released(monkeypatch, update_to):
+    """A GPU buffer stays allocated until each engine it was exported to has closed it, or is released."""
+    released: list[object] = []
+    monkeypatch.setattr("slime.weights.adapter_buffer.release_export", released.append)
+    sync, update = AdapterSync(token=None), make_update()[0]
+    with engines("", "") as (lasting, restarted):
+        with engines("") as (dying,):
+            sync.update(update, [lasting.info, restarted.info, dying.info], 1)
+            handle = next(iter(lasting.kept.values()))["handle"]
+        if update_to == "all":
+            with pytest.raises(WeightSyncError, match="pausing the engines"):
+                sync.update(update, [lasting.info, restarted.info, dying.info], 2)
+            assert released == [handle]  # the two that answer close theirs
+        else:
+            restarted.kept.clear()
+            sync.update(update, [restarted.info], 1)
+            assert released == [handle] * 2  # nothing is lost for the one that this update omits
 
 
 @pytest.mark.parametrize(

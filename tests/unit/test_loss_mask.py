@@ -301,3 +301,15 @@ def test_a_row_without_a_response_says_what_to_do(tmp_path):
     with pytest.raises(UserError, match="--eval-function-path"):
         args = rollout_args(tmp_path)
         generate_rollout(args, 0, RolloutDataSource(args), evaluation=True)
+
+
+def test_distill_trains_on_the_text_of_parts_and_refuses_what_it_would_drop():
+    chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2 "}]
+    in_parts = [{"type": "text", "text": "2"}, {"type": "text", "text": " "}]
+    split = [chat[0], {"role": "assistant", "content": in_parts}]
+    assert parts(DISTILL, split, "distill_qwen")[-1] == parts(DISTILL, chat, "distill_qwen")[-1]
+    for field in ({"tool_calls": [{"function": {"name": "f"}}]}, {"reasoning_content": "hm"}):
+        with pytest.raises(UserError, match="distill_qwen"):
+            parts(
+                DISTILL, [chat[0], {"role": "assistant", "content": None, **field}], "distill_qwen"
+            )

@@ -220,3 +220,8 @@ def test_the_table_of_fields_is_true(name, chat, completions):
                 parse(body)
         else:
             assert (parse(body) != parse(base)) == (state == "yes"), state
+
+
+def test_a_limit_that_is_null_is_not_given():
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": None}
+    assert parse_chat({**chat, "max_tokens": 5}).max_tokens == 5

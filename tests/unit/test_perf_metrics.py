@@ -7,7 +7,16 @@ import threading
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from slime.runlog.perf_metrics import (
     ModelShape,
@@ -30,7 +39,7 @@ COMMON = {
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
-def counted(config: Qwen3Config | Qwen3MoeConfig, length: int) -> tuple[int, int]:
+def counted(config: PretrainedConfig, length: int) -> tuple[int, int]:
     """Forward, and forward with backward, as torch counts the matrix products that really happen."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     tokens = torch.arange(length)[None] % 64
@@ -66,6 +75,62 @@ def test_a_mixture_counts_only_the_experts_a_token_visits():
     feed_forward = 2 * 3 * 32 * 48  # two layers of three matrices
     experts = 2 * (3 * 32 * (2 * 24) + 32 * 4)  # two of four experts, and the router
     assert mixture.weights_per_token == dense.weights_per_token - feed_forward + experts
+
+
+SHARED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 3,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "head_dim": 6,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "shared"),
+    [
+        (Glm4MoeConfig(**COMMON, **SHARED), 3 * 24),
+        (
+            Qwen2MoeConfig(
+                **COMMON, **MOE, shared_expert_intermediate_size=40, mlp_only_layers=[0]
+            ),
+            40,
+        ),
+    ],
+    ids=["glm-4.5", "qwen2-moe"],
+)
+def test_every_token_visits_the_shared_experts(config: PretrainedConfig, shared: int):
+    shape = ModelShape.from_hf_config({**config.to_dict(), "first_k_dense_replace": 1})
+    attention = 2 * 32 * (2 * 4 + 2 * 2) * 16  # two layers; q and o of four heads, k and v of two
+    dense = 3 * 32 * 48  # the first layer
+    mixed = 3 * 32 * (2 * 24 + shared) + 32 * 4  # the second: two of four experts, shared, router
+    weights = attention + dense + mixed + 32 * 64  # and the output head
+    assert shape.weights_per_token == weights
+    pairs = 5 * 6 / 2
+    assert forward_flops(shape, [5]) == 2 * 5 * weights + 2 * 2 * 2 * 4 * 16 * pairs
+
+
+@pytest.mark.parametrize("q_rank", [None, 12])
+def test_latent_attention_is_what_torch_counts(q_rank: int | None):
+    sizes = {**COMMON, **LATENT, "q_lora_rank": q_rank}
+    config = DeepseekV3Config(**sizes, **{**SHARED, "first_k_dense_replace": 2})  # no experts
+    shape = ModelShape.from_hf_config(config.to_dict())
+    masked = 2 * 2 * 4 * (10 + 6 + 14) * (7 * 6 / 2)  # two layers; eager attention computes them
+    assert forward_flops(shape, [7]) + masked == counted(config, 7)[0]
+    q = 32 * 12 + 12 * 4 * 16 if q_rank else 32 * 4 * 16
+    attention = q + 32 * (20 + 6) + 20 * 4 * (10 + 14) + 4 * 14 * 32
+    assert shape.weights_per_token == 2 * (attention + 3 * 32 * 48) + 32 * 64
+    mixture = ModelShape.from_hf_config({**config.to_dict(), **SHARED})
+    experts = 3 * 32 * (2 * 24 + 3 * 24) + 32 * 4  # in the second layer
+    assert mixture.weights_per_token == shape.weights_per_token - 3 * 32 * 48 + experts
 
 
 def test_hybrid_models_count_the_layers_of_both_kinds():

@@ -130,16 +130,6 @@ def test_groups_partition_the_ranks(folder):
         assert sorted(r for group in layout.groups(axis) for r in group) == list(range(8))
 
 
-def test_engines_beside_the_trainer_are_on_machines_of_their_own(folder):
-    flags = argv(folder, "--rollout-num-gpus", "8", "--rollout-num-gpus-per-engine", "4")
-    flags.remove("--colocate")
-    with planned_args(flags, PlanOptions()) as args:
-        layout = cluster_layout(args)
-    assert [engine.gpus for engine in layout.engines] == [[8, 9, 10, 11], [12, 13, 14, 15]]
-    assert [engine.nodes for engine in layout.engines] == [[1], [1]]
-    assert layout.nodes == 2
-
-
 # ---- the command line
 
 

@@ -81,7 +81,7 @@ def test_a_stopped_and_an_ended_process(child):
     pid = child("up(); time.sleep(60)")
     os.kill(pid, signal.SIGSTOP)
     wait_for_state(pid, "T")
-    assert query_status(pid) == f"is stopped (kill -CONT {pid} lets it go on)"
+    assert query_status(pid) == f"is stopped (kill -CONT {pid} continues it)"
     os.kill(pid, signal.SIGKILL)
     wait_for_state(pid, "Z")
     assert query_status(pid) == "has ended"

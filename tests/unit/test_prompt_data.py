@@ -212,3 +212,16 @@ def test_a_byte_order_mark_and_windows_line_ends_are_read_over(tmp_path):
 def test_tools_that_are_no_list_are_named_with_their_line(tmp_path, tools):
     path = write_rows(tmp_path / "a.jsonl", [{"input": "a"}, {"input": "a", "tools": tools}])
     assert message(path).startswith(f"{path}:2: 'tools' must be a list of tools (--tool-key")
+
+
+def test_integers_of_any_size_are_read_exactly(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"input": "2^89=", "label": 618970019642690137449562112}\n')
+    data = load_prompts(str(file), DataFormat(label_key="label"), TOKENIZER)
+    assert data.make_sample(0).label == 2**89
+
+
+def test_a_list_of_strings_is_no_prompt_with_images(tmp_path):
+    file = write_rows(tmp_path / "a.jsonl", [{"input": ["describe", "this"], "images": []}])
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: .*list of messages"):
+        load_prompts(str(file), DataFormat(image_key="images"), TOKENIZER)

@@ -144,3 +144,9 @@ def test_odd_text_never_raises_and_takes_no_time(response):
     for name, arguments, *_ in CASES:
         follows(response[:20_000], name, arguments)
     assert time.thread_time() - start < 10.0
+
+
+def test_choices_without_letters_are_refused():
+    metadata = {"choices": {"1": "red", "2": "blue"}}
+    with pytest.raises(UserError, match="choices are named by something else than letters"):
+        gpqa.grade("The answer is 2.", "2", metadata)

@@ -89,3 +89,15 @@ def test_the_oldest_of_the_buffer_come_first_and_leave_it():
     assert [group[0].index for group in taken] == [0, 1]
     assert [group[0].index for group in buffer] == [2, 3, 4]
     assert len(pop_first(make_args(), 0, buffer, 9)) == 3 and buffer == []
+
+
+def test_a_failed_sample_without_response_keeps_no_images():
+    """Its cut prompt has no placeholders for them."""
+    sample = Sample(prompt="p", tokens=[1, 2, 3], multimodal_inputs={"images": [b"x"]})
+    mark_failed(sample, "generate", ValueError("no engine"))
+    fill_empty_response(sample, 0)
+    assert sample.tokens == [1, 0] and sample.image_files == []
+    kept = Sample(prompt="p", tokens=[1, 2, 3], multimodal_inputs={"images": [b"x"]})
+    kept.status = Status.TRUNCATED
+    fill_empty_response(kept, 0)
+    assert kept.tokens == [1, 2, 3, 0] and kept.image_files == [b"x"]

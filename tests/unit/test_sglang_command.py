@@ -4,11 +4,16 @@ import json
 
 import pytest
 
-from slime.backends.sglang_utils.command import Node, nodes_of_engine, server_command
+from slime.backends.sglang_utils.command import (
+    Node,
+    installed_options,
+    nodes_of_engine,
+    server_command,
+)
 from slime.config.flags.engine_options import OWNED, known_version, sglang_argv
 from slime.config.flags.registry import all_flags
 from slime.config.installed import SGLangInstall
-from slime.core.errors import ConfigError
+from slime.core.errors import ConfigError, UserError
 from slime.utils.addresses import Ports, find_ports, says_port_taken
 from slime.weights.fp8 import Fp8Format, declaration
 from tests.args import make_args
@@ -339,3 +344,12 @@ def test_what_external_engines_do_not_go_with(overrides, words):
     with pytest.raises(ConfigError) as error:
         make_args(**overrides)
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_an_interpreter_that_dies_without_a_word_is_named(tmp_path):
+    python = tmp_path / "dies"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    install = SGLangInstall(python=str(python), version=NEW)
+    with pytest.raises(UserError, match=f"{python}: it ended with status 3: no message"):
+        installed_options(install, "sglang")

@@ -42,3 +42,11 @@ def test_rows_of_a_rank_keep_the_keys_of_earlier_files(tmp_path):
     assert record["rollout_ids"].tolist() == batch.rollout_ids.tolist() == [100, 100, 99, 99]
     assert record["executions"].tolist() == batch.executions.tolist() == [2, 2, 2, 2]
     assert [row.tolist() for row in record["tokens"]] == [row.tolist() for row in batch.tokens]
+
+
+@pytest.mark.parametrize("odd", [1 << 70, "lone \ud800 surrogate"])
+def test_what_json_cannot_hold_is_stored_as_text(tmp_path, odd):
+    path = str(tmp_path / "{rollout_id}.pt")
+    save_debug_samples(path, 0, [Sample(group_index=0, index=0, metadata={"odd": {odd, "x"}})])
+    ((back,),) = load_debug_samples(path, 0)
+    assert isinstance(back.metadata, dict | str) and "odd" in str(back.metadata)

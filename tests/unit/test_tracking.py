@@ -195,6 +195,33 @@ def test_wandb_offline_keeps_the_run_and_never_the_key(
     assert holding == []
 
 
+_TRACK = """
+import sys
+from pathlib import Path
+from slime.runlog.tracking import Tracker
+from tests.args import make_args
+
+# Nothing listens there: an online run could not start.
+args = make_args(use_wandb=True, wandb_host="http://127.0.0.1:9", wandb_key=sys.argv[2])
+tracker = Tracker(args, Path(sys.argv[1]))
+tracker.log({"train/loss": 0.5}, rollout_id=0, kind="train")
+tracker.close()
+"""
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_without_a_flag_wandb_takes_its_mode_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+):
+    """In a process of its own: wandb reads the environment once."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", mode)
+    command = [sys.executable, "-c", _TRACK, str(tmp_path), "not of the form W&B asks for"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == (mode == "offline")
+
+
 @pytest.mark.parametrize(
     ("flag", "module", "package"),
     [

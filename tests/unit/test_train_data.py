@@ -264,3 +264,20 @@ def test_a_failed_sample_does_not_decide_whether_rows_have_log_probs():
     assert [column.tolist() for column in columns] == [[-0.5], [0.0]]
     with pytest.raises(UserError, match="1 of 2 samples have rollout_log_probs"):
         samples_to_batch(args, [recorded, replace(plain, index=1)])
+
+
+def test_rows_of_a_converting_hook_have_the_routing_of_their_samples():
+    hook = f"{__name__}.last_two_backwards"
+    args = make_args(
+        custom_convert_samples_to_train_data_path=hook,
+        train_backend="megatron",
+        use_rollout_routing_replay=True,
+    )
+    routed = [np.full((6, 2, 1), number, np.int16) for number in range(3)]
+    made = [
+        sample(10 + i, i, float(i), rollout_routed_experts=experts)
+        for i, experts in enumerate(routed)
+    ]
+    batch = samples_to_batch(args, made)
+    assert batch.routed_experts is not None
+    assert [int(row.max()) for row in batch.routed_experts] == [2, 1]

@@ -15,7 +15,7 @@ from slime.runlog.event_log import EventLog
 from slime.runlog.jsonl import append_lines
 from slime.runlog.live.findings import findings
 from slime.runlog.live.metric_store import MetricStore, thinned
-from slime.runlog.live.run_view import RunView
+from slime.runlog.live.run_view import RunView, is_lock_of
 from slime.runlog.live.sample_store import SampleStore
 from slime.runlog.recorder import LearningWarnings
 from slime.runlog.sample_log import SampleRow, append_samples
@@ -248,6 +248,22 @@ def test_a_run_of_this_machine_is_alive_while_it_holds_its_lock(tmp_path):
     assert state_of(tmp_path) == "running"
     os.close(handle)
     assert state_of(tmp_path) == "dead"
+
+
+@pytest.mark.parametrize(
+    ("lock", "device", "locked"),
+    [
+        ("1: FLOCK  ADVISORY  WRITE 42 fe:1a:99 0 EOF", (0xFE, 0x1A), True),
+        ("1: FLOCK  ADVISORY  WRITE 42 fe:1b:99 0 EOF", (0xFE, 0x1A), False),  # another disk's 99
+        ("1: FLOCK  ADVISORY  WRITE 42 00:1b:99 0 EOF", (0xFE, 0x1A), False),  # in /dev/shm
+        ("1: FLOCK  ADVISORY  WRITE 42 fe:1a:199 0 EOF", (0xFE, 0x1A), False),
+        ("1: FLOCK  ADVISORY  WRITE 42 00:1b:99 0 EOF", (0, 0x2C), True),  # stat of btrfs differs
+        ("1: -> FLOCK  ADVISORY  WRITE 42 fe:1a:99 0 EOF", (0xFE, 0x1A), False),  # waits for it
+        ("1: POSIX  ADVISORY  WRITE 42 fe:1a:99 0 EOF", (0xFE, 0x1A), False),
+    ],
+)
+def test_a_lock_of_the_same_inode_on_another_device_is_another_runs(lock, device, locked):
+    assert is_lock_of(lock, os.makedev(*device), 99) is locked
 
 
 def test_a_run_of_another_machine_is_dead_once_it_is_silent(tmp_path):

@@ -76,7 +76,7 @@ class FSDPTrainRayActor(LoraTrainRayActor):
             param.requires_grad_(name in trained)
         if self.model.lora is None:
             self._fill(self.model, checkpoint or first_weights(args, role))
-        else:  # a checkpoint holds adapters, and a critic has the same base
+        else:  # a checkpoint holds adapters only; a critic uses the same base
             self._fill(self.model, first_weights(args, "actor"))
             if args.lora_adapter_path is not None and role == "actor":
                 load_adapter(self.model, args.lora_adapter_path)

@@ -47,10 +47,10 @@ class CheckpointFacts:
     model_type: str
     shapes: dict[str, list[int]]
     optimizer: str = "adam"
-    moment_steps: int | None = None  # updates in the moments; None: num_steps of them
+    moment_steps: int | None = None  # updates that the moments contain; None: as many as num_steps
     has_ref: bool = False  # contains a reference model, updated by --ref-update-interval
     lora: dict[str, Any] | None = None  # LoraConfig of the adapters, the only parameters here
-    base: dict[str, str] | None = None  # path and checksum of the weights that these adapt
+    base: dict[str, str] | None = None  # path and checksum of the adapters' base weights
 
 
 class Checkpointer:
@@ -119,8 +119,8 @@ class Checkpointer:
     ) -> CheckpointFacts:
         """Load the parameters and return the checkpoint's metadata.
 
-        With `adapters` only those of a model with LoRA are loaded, to resume training; without,
-        its base. A critic can load an actor's checkpoint; its value head is then initialized to zero.
+        Of a model with LoRA load the base or, with `adapters`, the adapters to resume training.
+        A critic can load an actor's checkpoint; its value head is then initialized to zero.
         """
         self._files.verify(path)
         facts = read_facts(path)
@@ -195,7 +195,7 @@ def _facts(
 
 
 def _saved_params(model: ShardedModel, *, own: bool) -> ItemsView[str, DTensor]:
-    """Return what a checkpoint holds: with `own` adapters and what else is trained beside them."""
+    """Return the parameters that a checkpoint holds; with `own`, adapters and a critic's value head."""
     if own or model.lora is None:
         return (model.own if own else model.params).items()
     return {n: p for n, p in model.params.items() if not is_adapter(n)}.items()
@@ -249,7 +249,7 @@ def _rng_state() -> dict[str, torch.Tensor]:
 
 
 def _restore_rng(file: Path) -> None:
-    """Restore this rank's RNG state; a rank without a saved state keeps that of its seed."""
+    """Restore this rank's RNG state; a rank without a saved state keeps the seeded one."""
     if not file.exists():
         return
     state = load_object(file, file)

@@ -1,7 +1,7 @@
 """Gated delta nets of Hugging Face models, with a state and a convolution that restart at every sample.
 
-Hugging Face's layers see one row of tokens and would carry both over from one packed sample to the
-next. Their projections stay; convolution, delta rule and the norm behind it are slime's.
+Hugging Face's layers would carry both over from one packed sample to the next. slime keeps their
+projections and replaces the convolution, the delta rule and the output norm.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def pack_delta_nets(hf: nn.Module, *, padded: bool) -> int:
 
 
 class PackedDeltaNet:
-    """Reads weights at each call, since FSDP replaces them by the unsharded ones."""
+    """Forward of a delta net. It reads the weights at each call: FSDP swaps in the unsharded ones."""
 
     def __init__(self, module: Any, *, padded: bool) -> None:
         self._module, self._padded = module, padded
@@ -47,7 +47,7 @@ class PackedDeltaNet:
         cu_seq_lens_q: torch.Tensor | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        assert cache_params is None and attention_mask is None, "the trainer gives neither"
+        assert cache_params is None and attention_mask is None, "the trainer passes neither"
         module, shape = self._module, hidden_states.shape
         inputs, z = project(module, hidden_states.reshape(1, -1, shape[-1]))
         lens = self._lens(shape, packed, cu_seq_lens_q)
@@ -62,7 +62,7 @@ class PackedDeltaNet:
         packed: PackedLayout | None,
         cu_seqlens: torch.Tensor | None,
     ) -> tuple[int, ...]:
-        """Return the lengths of the samples; padding is behind a sample and changes nothing in it."""
+        """Return the lengths of the samples; padding follows a sample and does not affect it."""
         if self._padded:
             return (shape[1],) * shape[0]
         if packed is not None:
@@ -70,6 +70,6 @@ class PackedDeltaNet:
         if cu_seqlens is not None:
             return tuple(cu_seqlens.diff().tolist())
         raise UserError(
-            f"{type(self._module).__name__} was not told where packed samples end: use "
+            f"{type(self._module).__name__} got no boundaries of packed samples: use "
             "--attn-implementation slime_packed or --qkv-format bshd"
         )

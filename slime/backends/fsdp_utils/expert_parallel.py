@@ -74,7 +74,7 @@ def parallelize_experts(
 ) -> set[nn.Parameter]:
     """Shard the experts of all MoE layers over `mesh` and replace their forward.
 
-    Return their parameters, which FSDP must ignore: they are gathered here, in part and in `dtype`.
+    Return their parameters, which FSDP must ignore: they are gathered here, only this rank's, in `dtype`.
     """
     sharded: set[nn.Parameter] = set()
     for name, module in hf.named_modules():
@@ -116,7 +116,7 @@ def _refuse_unsupported(name: str, module: nn.Module, world_size: int) -> None:
 
 
 def _shard(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """Return this rank's shard of a parameter on the meta device, as FSDP would cut it."""
+    """Return this rank's shard of a parameter on the meta device, as FSDP would shard it."""
     rows = param.shape[0] // mesh.size()
     local = torch.empty(rows, *param.shape[1:], dtype=param.dtype, device=param.device)
     whole = DTensor.from_local(
@@ -176,7 +176,7 @@ class _ParallelExperts:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows: `sent[r]` of them go to rank r of the group, `received[r]` come from it."""
+    """All-to-all of rows: `sent[r]` rows go to rank r of the group, `received[r]` come from it."""
 
     @staticmethod
     def forward(
@@ -203,7 +203,7 @@ def _exchange(
 
 
 class _ShardedGroupedLinear(torch.autograd.Function):
-    """Grouped linear layers whose weights are gathered for the pass and again for the backward pass.
+    """Grouped linear layers whose weights are gathered in the forward and again in the backward pass.
 
     Like FSDP, keep only the shard in between, reduce gradients in fp32 and average them over all ranks.
     """

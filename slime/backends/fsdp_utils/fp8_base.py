@@ -29,14 +29,8 @@ from slime.config.checks.file_checks import file_shapes, weight_files, weight_na
 from slime.config.peft_files import GATE_UP
 from slime.core.errors import UserError
 from slime.weights.buckets import StoredNames, hf_views
-from slime.weights.fp8 import (
-    FP8,
-    Fp8Format,
-    dequantize,
-    format_of,
-    is_quantized,
-    lacks_scale,
-)
+from slime.weights.fp8 import FP8, dequantize, lacks_scale
+from slime.weights.fp8_format import Fp8Format, format_of, is_quantized
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -48,7 +42,8 @@ def fp8_base_format(args: Args) -> Fp8Format | None:
         return None
     config = Path(first_weights(args, "actor")) / "config.json"
     found = format_of(json.loads(config.read_text())) if config.is_file() else None
-    return found if found is not None and found.strategy == "block" else None
+    blocks = found is not None and found.scale_suffix == "weight" + SCALE
+    return found if blocks else None
 
 
 def hold_in_fp8(module: Any, leaf: str, layout: Fp8Format) -> None:
@@ -118,7 +113,7 @@ class BaseFiles:
             tensor = self._tensor(stored)
             if packed and tensor.dtype != FP8:
                 raise UserError(f"{self._folder}: {stored} has scales and is not in FP8")
-            if tensor.dtype == FP8 and not packed:  # of a layer that does not dequantize it
+            if tensor.dtype == FP8 and not packed:  # its layer computes without FP8
                 if stored + SCALE not in self._files:
                     raise UserError(lacks_scale(self._folder, stored, stored + SCALE))
                 tensor = dequantize(tensor, self._tensor(stored + SCALE), self._layout)
@@ -132,7 +127,7 @@ class BaseFiles:
     def _parts(
         self, name: str, whole: torch.Tensor, packed: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the names in the files and what they fill of the tensor."""
+        """Yield names in the files, each with the view of the tensor that it fills."""
         values = whole.view(FP8) if packed else whole
         parameter = name.removesuffix(SCALE)
         suffix = name.removeprefix(parameter)

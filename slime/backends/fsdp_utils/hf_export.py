@@ -6,6 +6,7 @@ hundreds of small parameters, and every collective has a fixed latency.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -38,6 +39,8 @@ from slime.weights.buckets import (
     merge_adapter,
     weight_dtype,
 )
+from slime.weights.fp8 import dequantized
+from slime.weights.fp8_format import format_of
 from slime.weights.hf_folder import FILE_BYTES, write_hf_folder
 from slime.weights.lora import to_peft
 
@@ -58,8 +61,8 @@ def hf_buckets(
     Tied weights occur once. Gathering is collective: all ranks must iterate together. A tensor may
     share memory with its parameter: read it before the next training step. With `keep=False` a rank
     yields the same number of buckets, but empty: it takes part in gathering and stores nothing.
-    Adapters are merged into the weights, or with `merged=False` left out; with `tower=False` so is a
-    vision tower.
+    Adapters are merged into the weights, or omitted with `merged=False`; `tower=False` omits a vision
+    tower.
     """
     lora = model.lora if merged else None
     as_is = model.is_whole and lora is None and model.fp8 is None
@@ -112,7 +115,7 @@ def _wanted(model: ShardedModel, dtype: torch.dtype, *, tower: bool) -> Iterator
 
 @torch.no_grad()
 def _dequantized(model: ShardedModel, name: str) -> DTensor:
-    """Return a parameter that is held in FP8 in the dtype that this rank computes in."""
+    """Dequantize a parameter that is held in FP8 to the compute dtype."""
     param, scale, layout = model.params[name], model.scales[name + SCALE], model.fp8
     assert layout is not None, "there are scales"
     local, start = param.to_local().to(scale.device), first_row(param)
@@ -165,18 +168,22 @@ def export_hf(
     writes = dist.get_rank() == 0
     buckets: Iterable[HFTensors] = hf_buckets(model, dtype, FILE_BYTES, keep=writes)
     if writes:
-        buckets = chain(buckets, _carried(model.module.hf, source))
+        buckets = chain(buckets, _unmodeled_tensors(model.module.hf, source, dtype))
     write_hf_folder(path, source, dtype, buckets, writes=writes, info=info)
     dist.barrier()
 
 
-def _carried(hf: PreTrainedModel, source: str) -> Iterator[list[NamedTensor]]:
+def _unmodeled_tensors(
+    hf: PreTrainedModel, source: str, dtype: torch.dtype
+) -> Iterator[list[NamedTensor]]:
     """Yield the tensors of `source` that transformers leaves out of the model, file by file.
 
-    Its class names them: MTP layers, and the vision tower beside a text model.
+    The model class lists their names: MTP layers, and the vision tower beside a text model. Those in
+    FP8 are dequantized, since an export declares no quantization.
     """
     patterns = list(hf._keys_to_ignore_on_load_unexpected or ())
     tied = set(hf._tied_weights_keys or ())
+    fp8 = format_of(json.loads((Path(source) / "config.json").read_text()))
     for path in sorted(Path(source).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             names = [
@@ -184,8 +191,11 @@ def _carried(hf: PreTrainedModel, source: str) -> Iterator[list[NamedTensor]]:
                 for name in file.keys()  # noqa: SIM118
                 if name not in tied and any(re.search(pattern, name) for pattern in patterns)
             ]
-            if names:
-                yield [(name, file.get_tensor(name)) for name in names]
+            held = [(name, file.get_tensor(name)) for name in names]
+        if fp8 is not None:
+            held = list(dequantized(held, Path(source), fp8, dtype))
+        if held:
+            yield held
 
 
 def whole_adapters(model: ShardedModel, dtype: torch.dtype) -> Iterator[NamedTensor]:
@@ -204,7 +214,7 @@ def own_adapters(model: ShardedModel) -> Iterator[NamedTensor]:
 
 @lru_cache(maxsize=4)
 def _adapter_names(names: tuple[str, ...]) -> tuple[list[str], bool]:
-    """Return the adapters in order, and whether some are of experts: others keep their names in PEFT's files."""
+    """Return the adapters in order, and whether some are of experts, whose names differ in PEFT's files."""
     found = sorted(name for name in names if is_adapter(name))
     return found, any(adapter_module(name) != name for name in found)
 

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -60,11 +61,14 @@ from slime.data.tokenizer import load_hf_config
 from slime.utils.device import current_device, device_type
 from slime.weights.buckets import StoredNames, dtype_name, stored_names
 from slime.weights.checksum import format_checksum, tensor_checksum
-from slime.weights.fp8 import Fp8Format, load_causal_lm
+from slime.weights.fp8 import load_causal_lm
+from slime.weights.fp8_format import Fp8Format
 from slime.weights.lora import from_peft, read_peft_weights, to_peft
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
+
+_SAMPLING_ROUTER = "PhimoeTopKRouter"
 
 
 @dataclass(frozen=True)
@@ -152,11 +156,11 @@ def build_model(
 ) -> ShardedModel:
     """Build the model of `--hf-checkpoint`, sharded, with uninitialized parameters.
 
-    With `experts`, those of MoE layers are spread over the ranks of its groups.
+    With `experts`, MoE experts are distributed over the ranks of these groups.
 
     A trained model has fp32 parameters and computes in the run's precision; a frozen one, and the
-    base of a model with adapters, also has parameters in that precision. A base whose checkpoint is in
-    FP8 blocks stays in them.
+    base of a model with adapters, also has parameters in that precision. A base that is
+    stored in FP8 blocks stays in FP8.
     """
     compute_dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     lora = LoraConfig.of(args) if trainable else None
@@ -167,7 +171,7 @@ def build_model(
     if trainable and args.gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     hf.train(trainable)
-    _no_dropout(hf)
+    _no_randomness(hf)
     hf.requires_grad_(trainable)
     stored, fp8 = _stored_names(args, hf), None if lora is None else fp8_base_format(args)
     if lora is not None:
@@ -185,7 +189,7 @@ def build_model(
     )
     module = PackedCritic(hf, head) if critic else PackedCausalLM(hf, head)
     if critic:
-        output_layer(hf).float()  # trained, also where the base is frozen
+        output_layer(hf).float()  # trained, so fp32 even if the base is not
     # A single rank has nothing to all-gather: it keeps the cast parameters for the backward pass,
     # unless frozen ones are in that dtype already and would be held twice.
     reshard = mesh.size() > 1 or lora is not None
@@ -254,7 +258,7 @@ def load_adapter(model: ShardedModel, path: str) -> None:
     refuse_other_base(
         adapter_shapes(Path(path)), {flat_name(n): list(t.shape) for n, t in wanted.items()}, path
     )
-    # Every rank reads what all of them must refuse.
+    # `from_peft` may refuse the file: then every rank reads it, so that all of them raise.
     reads = dist.get_rank() == 0 or (model.lora is not None and model.lora.experts_shared_outer)
     source = read_peft_weights(path) if reads else {}
     for (name, param), peft_name in zip(adapters.items(), wanted, strict=True):
@@ -301,7 +305,7 @@ def _skeleton(args: Args, dtype: torch.dtype) -> PreTrainedModel:
     own: Any = attention
     if takes_images(config.model_type, bool(args.multimodal_keys)):
         family = AutoModelForImageTextToText
-        # Patches of an image see all others of it: not the attention of packed samples.
+        # Patches attend to all patches of their image, so not with packed causal attention.
         own = {"": attention, "text_config": attention, "vision_config": "sdpa"}
     with parameters_on_meta():
         try:
@@ -322,7 +326,7 @@ def _shard(module: PackedCausalLM, **options: Any) -> None:
 
 
 def _decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
-    """Return what is gathered layer by layer; a vision tower is not, see `image_inputs`."""
+    """Return the modules that FSDP gathers one by one; for a vision tower see `image_inputs`."""
     kinds = set(hf._no_split_modules or ())
     named = hf.named_modules()
     return [
@@ -374,8 +378,19 @@ def _refuse_other_architecture(
             )
 
 
-def _no_dropout(hf: nn.Module) -> None:
-    """Disable dropout: with random log-probs the ratio of new to old would not start at 1."""
-    for module in hf.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+def _no_randomness(hf: nn.Module) -> None:
+    """Disable dropout and router noise: with random log-probs the ratio of new to old would not start at 1.
+
+    Layers read probabilities from their modules or the config. A router that samples experts in training
+    mode chooses the best ones in evaluation mode, where its jitter is the width of a threshold.
+    """
+    configs = [m.config for m in hf.modules() if isinstance(m, PreTrainedModel)]
+    for holder in (*hf.modules(), *configs):
+        if type(holder).__name__ == _SAMPLING_ROUTER:
+            holder.eval()
+            continue
+        if isinstance(holder, _DropoutNd):
+            holder.p = 0.0
+        for name, value in list(vars(holder).items()):
+            if type(value) is float and ("drop" in name or "jitter" in name):
+                setattr(holder, name, 0.0)

@@ -36,7 +36,7 @@ from slime.config.checks.model_types import in_tower
 from slime.config.lora import LoraConfig
 from slime.config.peft_files import LORA_A, LORA_B, flat_name, is_experts
 from slime.core.errors import UserError
-from slime.weights.fp8 import Fp8Format
+from slime.weights.fp8_format import Fp8Format
 from slime.weights.lora import initial_a
 
 
@@ -81,7 +81,7 @@ class LoraLinear(nn.Linear):
             return output
         if self.dropout and torch.is_grad_enabled():
             input = F.dropout(input, self.dropout)
-        # One matmul that adds to `output`: B's product alone would be written, scaled and read again.
+        # One matmul accumulates into `output`; a separate B A x would be written and read again.
         low = (self.lora_A(input) * self.scaling).flatten(0, -2)  # [T, rank]
         added = torch.addmm(output.flatten(0, -2), low, self.lora_B.weight.t())
         return added.view_as(output)
@@ -114,8 +114,8 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def hold_base_in_fp8(hf: PreTrainedModel, names: list[str], layout: Fp8Format) -> None:
-    """Hold these parameters in FP8, where their layers are of a kind that dequantizes them."""
-    head = hf.get_output_embeddings()  # its weight is read, not called
+    """Hold these parameters in FP8 if their layers can dequantize them."""
+    head = hf.get_output_embeddings()  # its weight is read without a call
     for name in names:
         owner, _, leaf = name.rpartition(".")
         module, (parent, _, own) = hf.get_submodule(owner), owner.rpartition(".")
@@ -170,10 +170,10 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def all_adapters_used(module: nn.Module) -> Iterator[None]:
-    """Raise UserError if a forward pass inside the `with` leaves out the adapter of a layer.
+    """Raise UserError if a forward pass inside the `with` does not call a layer's adapter.
 
-    A model that reads the weight of a layer instead of calling it would train an adapter that
-    changes nothing.
+    A model that reads the weight of a layer instead of calling it would train an adapter
+    without effect.
     """
     kinds = (LoraLinear, ExpertAdapter)
     layers = {n: layer for n, layer in module.named_modules() if isinstance(layer, kinds)}

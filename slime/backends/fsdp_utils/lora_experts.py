@@ -99,14 +99,14 @@ def patch_experts(module: Any) -> None:
         module.forward = _ForwardWithAdapters(module)
 
 
-@lru_cache(maxsize=1 << 16)  # asked for every matrix in every update
+@lru_cache(maxsize=1 << 16)  # called for every matrix in every update
 def adapter_module(name: str) -> str:
-    """Return `...experts.gate_up_proj` for the module of its adapter; others are returned as they are."""
+    """Return `...experts.gate_up_proj` for the module of its adapter; other names are returned unchanged."""
     return name.replace(f".{EXPERTS}.{_CHILD}.", f".{EXPERTS}.")
 
 
 def adapter_path(module: str) -> str:
-    """Return where the adapter of a module is, the inverse of `adapter_module`."""
+    """Return the path of a module's adapter, the inverse of `adapter_module`."""
     if not is_experts(module):
         return module
     owner, _, leaf = module.rpartition(".")
@@ -116,7 +116,7 @@ def adapter_path(module: str) -> str:
 class _ForwardWithAdapters:
     """The experts' forward with grouped matmuls, equal to Hugging Face's bit for bit while B is zero.
 
-    It is also that of experts in FP8 without adapters.
+    It also serves FP8 experts without adapters.
     """
 
     def __init__(self, module: Any) -> None:

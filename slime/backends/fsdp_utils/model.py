@@ -133,7 +133,7 @@ def image_inputs(
     """
     embeds = model.get_input_embeddings()(inputs["input_ids"])  # [1, T, H]
     inputs = {**inputs, "input_ids": None}
-    if batch.mrope_positions is not None:  # dense masks come from the first of the four
+    if batch.mrope_positions is not None:  # dense masks are built from the first of the four
         positions = torch.cat([batch.position_ids[:, None], batch.mrope_positions], dim=1)
         inputs["position_ids"] = positions.T.unsqueeze(1)  # [4, 1, T]
     if batch.pixel_values is None or batch.image_mask is None:
@@ -204,8 +204,8 @@ def choose_attention(requested: str | None, *, padded: bool = False) -> str:
         return "sdpa" if padded else PACKED_ATTENTION
     if requested not in known:
         raise ConfigError(
-            f"--attn-implementation {requested} is not known to keep packed samples apart; "
-            f"one of {', '.join(known)}"
+            f"--attn-implementation {requested} is not known to keep packed samples apart: "
+            f"use one of {', '.join(known)}"
         )
     return requested
 
@@ -259,11 +259,11 @@ def check_head(model: PackedCausalLM, device: torch.device) -> None:
         prompt_lens=[1],
         response_lens=[3],
     )
-    ours, _ = model(batch, output="logits")
+    logits, _ = model(batch, output="logits")
     if isinstance(model, PackedCritic):
         return
-    theirs, _ = model(batch, output="hf_logits")
-    if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2):
+    expected, _ = model(batch, output="hf_logits")
+    if not torch.allclose(logits.float(), expected.float(), rtol=1e-2, atol=1e-2):
         raise UserError(
             f"{type(model.hf).__name__} changes its logits after the output layer (a scale or a cap), "
             "which the FSDP trainer does not do; train it with another backend"
@@ -290,8 +290,8 @@ def packed_attention(
     for name in ("softcap", "position_bias"):
         if kwargs.get(name) is not None:
             raise UserError(
-                f"{type(module).__name__} needs attention with {name}, which {PACKED_ATTENTION} has not; "
-                "give an implementation that has it, e.g. --attn-implementation flash_attention_2 or eager"
+                f"{type(module).__name__} needs attention with {name}, which {PACKED_ATTENTION} lacks: "
+                "use an implementation that has it, e.g. --attn-implementation flash_attention_2 or eager"
             )
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
     out = attend_packed(

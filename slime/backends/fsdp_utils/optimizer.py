@@ -249,7 +249,7 @@ def _each_by_one_rank(
     shapes: list[torch.Size],
     compute: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[torch.Tensor]:
-    """Yield this rank's shards of `compute` on full matrices, each computed on one rank."""
+    """Yield this rank's shards of `compute(full matrix)`, each computed on one rank."""
     world, rank = dist.get_world_size(), dist.get_rank()
     if world == 1:
         yield from (compute(matrix) for matrix in shards)

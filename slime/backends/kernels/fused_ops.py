@@ -20,7 +20,8 @@ from torch import nn
 
 from slime.config.peft_files import GATE_UP
 from slime.utils.compiled import compiled_on_gpu
-from slime.weights.fp8 import FP8, Fp8Format, dequantize
+from slime.weights.fp8 import FP8, dequantize
+from slime.weights.fp8_format import Fp8Format
 
 SCALE = "_scale_inv"  # after the name of a parameter that is held in FP8
 
@@ -80,8 +81,8 @@ class _SwigluDown(torch.autograd.Function):
 def fuse_norms(hf: nn.Module) -> int:
     """Patch the forward of every module that computes w * x / rms(x), or (1 + w); return the count.
 
-    Families differ, so a class is patched only if one of its modules returns the same numbers as one of
-    both on random input.
+    A class is patched only if one of its modules matches one of these formulas on random input, since
+    families differ.
     """
     norms: dict[type[nn.Module], Norm | None] = {}
     count = 0
@@ -200,13 +201,13 @@ def base_linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 def fp8_matmul(
     module: Any, leaf: str, x: torch.Tensor, ends: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return x W^T; with `ends`, which end the rows of each expert, for one W per expert."""
+    """Return x W^T; with `ends`, the end offsets of the experts' rows, with one W per expert."""
     scale = getattr(module, leaf + SCALE)
     return _Fp8Matmul.apply(x, getattr(module, leaf), scale, module.fp8, leaf == GATE_UP, ends)
 
 
 class _Fp8Matmul(torch.autograd.Function):
-    """Keeps the packed parameter, whose memory FSDP frees and fills again before the backward pass."""
+    """Saves the packed parameter: FSDP frees its memory and refills it before the backward pass."""
 
     @staticmethod
     def forward(
@@ -239,7 +240,7 @@ class _Fp8Matmul(torch.autograd.Function):
 def unpacked(
     packed: torch.Tensor, scale: torch.Tensor, layout: Fp8Format, *, halves: bool
 ) -> torch.Tensor:
-    """Return the matrix in the dtype that it is packed in; `halves` have blocks of their own."""
+    """Dequantize to the dtype of `packed`; with `halves`, gate and up have separate blocks."""
     values = packed.view(FP8)
     if not halves:
         return dequantize(values, scale, layout).to(packed.dtype)

@@ -47,14 +47,14 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, groups: Groups, *weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.groups, ctx.weights = groups, weights
-        return grouped_matmul(x, _together(weights).transpose(1, 2), groups)
+        return grouped_matmul(x, _combined(weights).transpose(1, 2), groups)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), groups, weights = ctx.saved_tensors, ctx.groups, ctx.weights
         grad = grad.contiguous()
         grad_x = (
-            grouped_matmul(grad, _together(weights), groups) if ctx.needs_input_grad[0] else None
+            grouped_matmul(grad, _combined(weights), groups) if ctx.needs_input_grad[0] else None
         )
         if not any(ctx.needs_input_grad[2:]):
             return grad_x, None, *[None for _ in weights]
@@ -101,7 +101,7 @@ def _is_aligned(dtype: torch.dtype, *lens: int) -> bool:
     return all(length * dtype.itemsize % _ALIGNMENT == 0 for length in lens)
 
 
-def _together(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def _combined(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the weights as one tensor [E, out, in], without a copy if they are evenly spaced."""
     in_place = _evenly_spaced(weights)
     return torch.stack(list(weights)) if in_place is None else in_place

@@ -140,7 +140,7 @@ class MegatronTrainRayActor(LoraTrainRayActor):
             self.frozen["teacher"] = HostWeights(self.chunks)
         if self.adapters is None:
             self._fill(checkpoint or self._released() or first_weights(args, role))
-        else:  # a checkpoint holds adapters, and a critic has the same base
+        else:  # a checkpoint holds adapters only; a critic uses the same base
             self._fill(base)
             self.adapters.start(args, role)
         self.optimizer = ScheduledOptimizer(args, self.model, lr_schedule(args))
@@ -331,7 +331,7 @@ class MegatronTrainRayActor(LoraTrainRayActor):
             self.update_ref()
         with_moments = not self.args.no_load_optim
         facts = self._checkpointer.load(path, self.chunks, self.optimizer, moments=with_moments)
-        if facts.num_steps is None:  # another tool's: as many as its rollouts take here
+        if facts.num_steps is None:  # saved by another tool: count this run's steps per rollout
             steps = (facts.rollout_id + 1) * self.args.num_steps_per_rollout
             self.optimizer.set_num_steps(steps)
         return facts.rollout_id

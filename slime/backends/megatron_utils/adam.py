@@ -149,7 +149,7 @@ def main_param(param: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
 def remainder(param: torch.Tensor, main: torch.Tensor) -> torch.Tensor:
     """Return the 16 bits of `main` below `param`, which is `main` rounded to bf16.
 
-    FusedAdam rounds half up. Where another optimizer rounded half down, 0x8000 becomes 0x7fff: an
+    FusedAdam rounds half up. If another optimizer rounded half down, 0x8000 becomes 0x7fff: an
     error of one bit in fp32.
     """
     upper = param.detach().view(torch.int16).to(torch.int32) << 16

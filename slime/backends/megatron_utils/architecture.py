@@ -311,6 +311,11 @@ def layer_pattern(text: str | int | list[int], num_layers: int) -> list[int]:
         pattern = text
     elif str(text).strip().isdigit():
         every = int(text)
+        if every == 0:
+            raise ConfigError(
+                "--moe-layer-freq 0: every N-th layer is MoE: give N of at least 1, or a pattern such as "
+                "[0]*3+[1]*89"
+            )
         pattern = [int(layer % every == 0) for layer in range(num_layers)]
     else:
         pattern = [value for part in str(text).split("+") for value in _repeated(part, str(text))]

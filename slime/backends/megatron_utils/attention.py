@@ -132,9 +132,7 @@ class PackedAttention(MegatronModule):
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
     """Return how many tokens a query of this layer attends to, itself included; None: all."""
-    skip: Any = (
-        config.window_attn_skip_freq
-    )  # None too, although megatron-core's annotation lacks it
+    skip: Any = config.window_attn_skip_freq  # may be None, unlike megatron-core's annotation
     if is_layer_window_attention(config.window_size, skip, layer_number):
         assert config.window_size is not None
         return config.window_size[0] + 1
@@ -143,7 +141,7 @@ def _window(config: TransformerConfig, layer_number: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextSegments:
-    """The keys that the queries of one context rank attend to, among those gathered of all ranks.
+    """The keys that one context rank's queries attend to, among those gathered from all ranks.
 
     Two samples of 4 tokens over two ranks, rank 0 holds tokens 0 and 3 of each::
 
@@ -169,7 +167,7 @@ class PackedRows(PackedSeqParams):
 
     lens: tuple[int, ...] = ()  # of the samples over all context ranks, with padding
     layout: PackedLayout | None = None  # without context parallelism
-    segments: ContextSegments | None = None  # with it
+    segments: ContextSegments | None = None  # with context parallelism
     position_ids: torch.Tensor | None = None  # [T] or [T, 3], for RoPE looked up per token
     images: Any = None  # vision.ImageFeatures, on the first pipeline stage
     routed_experts: torch.Tensor | None = None  # [T, layers, experts per token], to replay

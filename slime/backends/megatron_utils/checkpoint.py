@@ -68,7 +68,7 @@ Chunks = Sequence[torch.nn.Module]
 Shapes = dict[str, tuple[int, ...]]  # by a tensor's name in the checkpoint
 
 patch_checkpoints()
-# It warns of a corrupted checkpoint if the folder has other files of a run's checkpoint.
+# megatron-core warns of corruption if the folder has other files, as a run's checkpoint does.
 logging.getLogger(dist_checkpointing.serialization.__name__).setLevel(logging.ERROR)
 
 
@@ -77,13 +77,13 @@ class CheckpointFacts:
     """Facts of a checkpoint that are read before its tensors."""
 
     rollout_id: int
-    num_steps: int | None  # None: of another tool's run, whose steps are not known
+    num_steps: int | None  # None: saved by another tool, so unknown
     has_optimizer: bool
     model_type: str
     layout: list[int]  # tensor, pipeline, context, expert, data parallel sizes
-    moment_steps: int | None = None  # updates in the moments; None: num_steps of them
+    moment_steps: int | None = None  # updates that the moments contain; None: as many as num_steps
     lora: dict[str, Any] | None = None  # LoraConfig of the adapters, the only parameters here
-    base: dict[str, str] | None = None  # path and checksum of the weights that these adapt
+    base: dict[str, str] | None = None  # path and checksum of the adapters' base weights
 
     @property
     def num_updates(self) -> int:
@@ -96,7 +96,7 @@ class Checkpointer:
     def __init__(
         self, model_type: str, adapters: ModelAdapters | None = None, base: str = ""
     ) -> None:
-        """With `adapters` checkpoints hold these; `base` is the path of the weights that they adapt."""
+        """With `adapters` checkpoints hold only these; `base` is the path of their base weights."""
         self._model_type = model_type
         self._adapters, self._base = adapters, {"path": base}
         self._calls = AsyncCallsQueue()
@@ -264,7 +264,7 @@ def refuse_other_format(path: str | Path) -> None:
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Return whether it is a checkpoint of megatron-core's, and no other folder with a metadata.json."""
+    """Return whether it is a megatron-core checkpoint, not another folder with a metadata.json."""
     return all((Path(path) / name).exists() for name in ("metadata.json", "common.pt"))
 
 
@@ -274,7 +274,7 @@ def read_tensors(
     """Load a sharded state; with `check_coverage` all ranks together must read every shard."""
     with plain_refusals():
         loaded = dist_checkpointing.load(state, str(path), validate_access_integrity=check_coverage)
-    assert isinstance(loaded, dict), "a tuple only if `strict` asks for the differences"
+    assert isinstance(loaded, dict), "a tuple only if `strict` requests the differences"
     return loaded
 
 
@@ -295,7 +295,7 @@ def _state(
 ) -> dict[str, Any]:
     """Return the sharded state dict to save or, with `stored` (a checkpoint's tensors), to load into.
 
-    With `adapters` it is their state, else that of all other parameters.
+    It holds the adapters if given, else all other parameters.
     """
     state: dict[str, Any] = {}
     metadata = _METADATA | {"non_homogeneous_layers": not has_stacked_layers(stored or ())}
@@ -325,7 +325,7 @@ def _fill_in(chunk: torch.nn.Module, loaded: dict[str, Any], *, fills_all: bool)
     missing, unexpected = chunk.load_state_dict(loaded, strict=False)
     missing = [name for name in without_extra_state(missing) if ADAPTERS not in name]
     if unexpected or (missing and fills_all):
-        raise RuntimeError(f"the checkpoint lacks {missing} and has {unexpected} besides")
+        raise RuntimeError(f"the checkpoint lacks {missing} and has unexpected {unexpected}")
 
 
 def _drop_value_head(state: dict[str, Any], chunks: Chunks, path: str | Path) -> bool:
@@ -355,7 +355,7 @@ def _refuse_other_sizes(
 
 
 def _refuse_other_modules(adapters: ModelAdapters, path: str | Path, stored: Shapes) -> None:
-    """Raise if the checkpoint has more adapters; one that it lacks is refused by its shape."""
+    """Raise if the checkpoint has more adapters; `_refuse_other_sizes` refuses missing ones."""
     held = [k for k in stored if k.endswith(".lora_A") and not k.startswith("optimizer.")]
     if len(held) > len(adapters.map.modules):
         raise UserError(

@@ -11,8 +11,8 @@ its step count is known when loading, so here only tensors are saved, per parame
 FP8: TransformerEngine pickles the scales and amax histories of delayed scaling into `_extra_state`,
 and from 2.20 on refuses to load that. Here each is a separate tensor, such as
 `fp8.decoder.layers.3.mlp.linear_fc1.scale_fwd`. An amax is reduced over all tensor and data
-parallel ranks, so ranks hold equal values and any layout can load them. (Not with
---tp-only-amax-red: data-parallel ranks then resume with those of the first.)
+parallel ranks, so ranks hold equal values and any layout can load them. (With
+--tp-only-amax-red all data-parallel ranks resume with the values of the first.)
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """Return the state to save or load of every optimizer of the chain."""
     state = {}
-    for number, optimizer in enumerate(_real(chain)):
+    for number, optimizer in enumerate(_without_stubs(chain)):
         distributed = isinstance(optimizer, DistributedOptimizer)
         # Save in loading mode too: moments that were never updated are then zeros, not absent.
         own = optimizer.sharded_state_dict(
@@ -143,7 +143,7 @@ def optimizer_state(
 
 
 def load_optimizer_state(chain: ChainedOptimizer, state: dict[str, Any], num_steps: int) -> None:
-    for number, optimizer in enumerate(_real(chain)):
+    for number, optimizer in enumerate(_without_stubs(chain)):
         own = state[str(number)]
         # megatron-core's base class is annotated as if it returned None.
         groups = cast(dict[str, Any], optimizer.state_dict())
@@ -192,7 +192,7 @@ def _torch_state(state: dict[str, Any]) -> dict[str, Any]:
     return state.get("optimizer", state)
 
 
-def _real(chain: ChainedOptimizer) -> list[MegatronOptimizer]:
+def _without_stubs(chain: ChainedOptimizer) -> list[MegatronOptimizer]:
     """Return the optimizers that are not stubs for kinds of parameters missing on this rank."""
     return [o for o in chain.chained_optimizers if not getattr(o, "is_stub_optimizer", False)]
 

@@ -30,7 +30,7 @@ from slime.backends.megatron_utils.attention import PackedRows, padded_rows
 from slime.backends.megatron_utils.muon import SPLIT_ROWS
 from slime.utils.compiled import compiled_on_gpu
 
-core.HAVE_FLA = True  # it is used in the forward pass alone, which is replaced
+core.HAVE_FLA = True  # only the forward pass needs it, and is replaced
 
 
 class PackedDeltaNet(core.GatedDeltaNet):

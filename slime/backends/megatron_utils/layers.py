@@ -248,7 +248,7 @@ class LatentProjection(torch.nn.Module):
 def _use_latent_projections(attention: Any) -> None:
     """Put `LatentProjection` into the spec of a layer's attention.
 
-    megatron-core 0.16.1 takes its placeholders of TransformerEngine's classes for classes, and
+    megatron-core 0.16.1 treats its placeholders for TransformerEngine's classes as classes, and
     accepts an unsharded module only as `Linear`.
     """
     if not isinstance(multi_latent_attention.TELinear, type):

@@ -102,7 +102,7 @@ class LinearAdapters(nn.ModuleDict):
         *,
         sequence_parallel: bool,
     ) -> None:
-        """`parts` are the names of the modules, in the layer's order, and which have adapters."""
+        """`parts` maps the layer's modules, in order, to whether they have an adapter."""
         super().__init__()
         rows, self._groups = mapping.local_rows(weight.shape[0], tensor_group().size())
         self._rows = dict(zip(parts, rows, strict=True))
@@ -195,8 +195,8 @@ class ModelAdapters:
     def passes(self, *, on: bool, trained: bool) -> Iterator[None]:
         """Run passes with adapters, or with the base weights alone.
 
-        `trained` passes have dropout, also in the first pass of a layer that is recomputed. Passes with
-        adapters must call all of them.
+        `trained` passes apply dropout, also in the first forward of recomputed layers. Passes with
+        adapters must call every adapter.
         """
         for layer in self._layers.values():
             layer.enabled, layer.is_training_pass = on, trained
@@ -209,7 +209,7 @@ class ModelAdapters:
             self._refuse_unused()
 
     def _refuse_unused(self) -> None:
-        """Raise UserError if a pass has left out the adapters of a layer, which would change nothing."""
+        """Raise UserError if a pass did not call a layer's adapters, which then have no effect."""
         unused = [name for name, layer in self._layers.items() if not layer.was_called]
         if unused:
             raise UserError(

@@ -52,10 +52,10 @@ class GatedMLP(MLP):
         both, _ = self.linear_fc1(hidden_states)
         if self.config.fp8 or not torch.is_grad_enabled():
             return self.linear_fc2(_swiglu(both))
-        kept = CheckpointWithoutOutput()
-        product = kept.checkpoint(_swiglu, both)
+        recompute = CheckpointWithoutOutput()
+        product = recompute.checkpoint(_swiglu, both)
         output, bias = self.linear_fc2(product)
-        kept.discard_output_and_register_recompute(output)
+        recompute.discard_output_and_register_recompute(output)
         return output, bias
 
 
@@ -120,10 +120,10 @@ class GroupedExperts(SequentialMLP):
         """Apply the second linear layers; recompute their input in the backward pass."""
         if not torch.is_grad_enabled():
             return self._project(DOWN, self._activate(both, probs), groups)
-        kept = CheckpointWithoutOutput()
-        product = kept.checkpoint(self._activate, both, probs)
+        recompute = CheckpointWithoutOutput()
+        product = recompute.checkpoint(self._activate, both, probs)
         output = self._project(DOWN, product, groups)
-        kept.discard_output_and_register_recompute(output)
+        recompute.discard_output_and_register_recompute(output)
         return output
 
     def _activate(self, both: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:

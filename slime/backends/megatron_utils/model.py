@@ -203,7 +203,7 @@ class Head:
         """Return the cross-entropy of further tokens, averaged over the MTP layers.
 
         `states` are the hidden states of each. A token has the weight that it has in the loss of
-        the policy. Nothing flows into the output layer, and --rollout-temperature does not apply.
+        the policy. No gradient reaches the output layer, and --rollout-temperature does not apply.
         """
         assert batch.mtp_labels is not None and batch.mtp_weights is not None
         losses = []

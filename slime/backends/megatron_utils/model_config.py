@@ -72,7 +72,7 @@ def read_config(folder: str | Path) -> PretrainedConfig:
     text = config.get_text_config()
     if text is not config:  # beside a vision tower; settings of both may be outside
         text.dtype = text.dtype or config.dtype
-        # A default of Qwen3-VL's text config says true; transformers ties by the outer config.
+        # A default of Qwen3-VL's text config is true; transformers ties by the outer config.
         inner = not config.model_type.startswith("qwen3_vl") and text.tie_word_embeddings
         text.tie_word_embeddings = bool(inner or config.tie_word_embeddings)
     return text
@@ -93,7 +93,7 @@ def model_config(hf_config: PretrainedConfig, args: Args) -> TransformerConfig:
 def refusals_of_megatron() -> Iterator[None]:
     """Raise ConfigError with one sentence for what megatron-core raises about a flag or the model.
 
-    It also does so for packages that a flag needs. Errors of the device, such as too little memory, pass.
+    Missing packages that a flag needs count too; device errors, such as out of memory, pass through.
     """
     try:
         yield
@@ -103,8 +103,8 @@ def refusals_of_megatron() -> Iterator[None]:
             NotImplementedError,
         ):  # of the device or of the process group
             raise
-        said = " ".join(str(error).split()) or f"{type(error).__name__} in {_place(error)}"
-        raise ConfigError(f"megatron-core refuses the model or its layout: {said}") from error
+        text = " ".join(str(error).split()) or f"{type(error).__name__} in {_place(error)}"
+        raise ConfigError(f"megatron-core refuses the model or its layout: {text}") from error
 
 
 def _place(error: BaseException) -> str:
@@ -184,7 +184,7 @@ def check_flags(model: Architecture, args: Args) -> None:
             given = layer_pattern(given, model.fields["num_layers"])
         if name == "linear_attention_freq" and isinstance(given, list):
             given = linear_pattern(given, model.fields["num_layers"])
-        if not _same(given, wanted) and not _means_nothing(name, given, model):
+        if not _same(given, wanted) and not _means_absent(name, given, model):
             option = all_flags()[name].option
             there = "absent" if wanted is None else wanted
             raise ConfigError(
@@ -234,14 +234,14 @@ def transformer_impl(args: Args) -> str:
 
     In fp32 only if the flag requests it, as its fp32 matmuls use TF32.
     """
-    asked = args.transformer_impl
-    if asked == "transformer_engine" and (error := te_error()):
+    requested = args.transformer_impl
+    if requested == "transformer_engine" and (error := te_error()):
         raise ConfigError(
             f"--transformer-impl transformer_engine: it cannot be imported ({error}): remove the "
             "flag, or see `slime doctor`"
         )
-    if asked:
-        return asked
+    if requested:
+        return requested
     return "transformer_engine" if args.precision == "bf16" and has_te() else "local"
 
 
@@ -277,8 +277,8 @@ def _same(given: Any, wanted: Any) -> bool:
     return given == wanted
 
 
-def _means_nothing(name: str, given: Any, model: Architecture) -> bool:
-    """Return whether a value is another way to write that the model does not have this feature.
+def _means_absent(name: str, given: Any, model: Architecture) -> bool:
+    """Return whether the value is another way to write that the model lacks this feature.
 
     One group of experts is no grouping, and YaRN's factors of the softmax need YaRN.
     """

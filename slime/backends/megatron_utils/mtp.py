@@ -146,16 +146,16 @@ def has_mtp_layers(stored: Iterable[str]) -> bool:
 
 
 def refuse_other_mtp(stored: bool, trained: bool, path: str | Path) -> None:
-    """Refuse an optimizer state with MTP layers for a model without, and the other way round."""
+    """Refuse an optimizer state with MTP layers for a model without, and vice versa."""
     if stored and not trained:
         raise ConfigError(
             f"{path} has MTP layers that were trained: add --mtp-num-layers and --enable-mtp-training, or "
-            "go on without them by --no-load-optim"
+            "continue without them with --no-load-optim"
         )
     if trained and not stored:
         raise ConfigError(
             f"--enable-mtp-training: {path} was trained without MTP layers, so its optimizer has no state of "
-            "them: add --no-load-optim, with which they start from --hf-checkpoint, or remove "
+            "them: add --no-load-optim, so that they start from --hf-checkpoint, or remove "
             "--enable-mtp-training"
         )
 

@@ -144,7 +144,7 @@ def check_version() -> None:
     found = megatron.core.__version__
     if found != SUPPORTED:
         raise UserError(
-            f"megatron-core {found} at {megatron.core.__path__[0]} is in use and slime is made for "
+            f"megatron-core {found} at {megatron.core.__path__[0]} is in use, and slime needs "
             f"{SUPPORTED} (installed: {version('megatron-core')}): take that folder off PYTHONPATH, or "
             f"pip install megatron-core=={SUPPORTED}"
         )

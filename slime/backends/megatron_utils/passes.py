@@ -81,7 +81,7 @@ class Passes:
         read: Read,
         experts: list[PackedRows] | None = None,
     ) -> list[torch.Tensor]:
-        """Return `read(chunk, hidden, batch)` per micro-batch on the last stage, [] on the others.
+        """Return `read(chunk, hidden, batch)` per micro-batch on the last stage, [] on other stages.
 
         The rows of each micro-batch, which record the experts chosen, are appended to `experts`.
         """

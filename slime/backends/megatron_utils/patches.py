@@ -131,11 +131,11 @@ def _patch_expert_state() -> None:
 
 
 def _patch_buckets() -> None:
-    """Count the padding behind each bucket of gradients as part of it.
+    """Count the padding after each bucket of gradients as part of the bucket.
 
     megatron-core saves the optimizer state of a buffer without the padding between its buckets, but
     slices it by positions with padding. Where a bucket ends at an odd number of elements, as with the
-    small parameters of gated delta nets, the weights behind it would be saved shifted.
+    small parameters of gated delta nets, the weights after it would be saved shifted.
     """
     from megatron.core.distributed import param_and_grad_buffer
 
@@ -158,11 +158,11 @@ def _results_queue() -> Queue:
     # Use an abstract socket: one with a path leaves its folder in TMPDIR if the rank is killed.
     address = f"\0slime-checkpoint-{os.getpid()}-{secrets.token_hex(8)}"
     manager = SyncManager(address, ctx=mp.get_context("spawn"))
-    manager.start(initializer=_end_with, initargs=(os.getpid(),))
+    manager.start(initializer=_exit_with, initargs=(os.getpid(),))
     return manager.Queue()
 
 
-def _end_with(parent: int) -> None:
+def _exit_with(parent: int) -> None:
     """Exit after `parent`, by polling: PR_SET_PDEATHSIG fires when the starting thread ends."""
 
     def watch() -> None:

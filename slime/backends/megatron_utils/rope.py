@@ -147,7 +147,7 @@ class PackedRotary(torch.nn.Module):
 
 
 def _axes(sections: Sequence[int], width: int) -> torch.Tensor:
-    """Return for each column of the angles whether it turns by time (0), row (1) or column (2).
+    """Return for each column of the angles whether it rotates by time (0), row (1) or column (2).
 
     Sections (4, 2, 2) of 16 columns: 0 1 2 0 1 2 0 0, twice.
     """

@@ -76,10 +76,10 @@ def install_replay(chunks: Sequence[GPTModel]) -> None:
                 router.router_replay = Replay(
                     layer.layer_number - 1, sequence_parallel=chunk.config.sequence_parallel
                 )
-                layer.register_forward_pre_hook(_note_rows, with_kwargs=True)
+                layer.register_forward_pre_hook(_store_rows, with_kwargs=True)
 
 
-def _note_rows(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _store_rows(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Store the rows; a layer gets them whether slime or TransformerEngine computes attention."""
     Replay.rows = kwargs["packed_seq_params"]
 
@@ -103,17 +103,16 @@ def recorded_rows(rows: PackedRows, batch: TrainBatch, num_layers: int) -> list[
 def keep_experts(
     batch: RolloutBatch, micro_batches: list[TrainBatch], seen: list[PackedRows], num_layers: int
 ) -> None:
-    """Store the experts that the routers chose, to replay them in training on these rows."""
+    """Store the experts that the routers chose, to replay them in training on these rows.
+
+    A dummy's choices count only for the row of a rank that has no row of its own.
+    """
     kept: dict[int, np.ndarray] = {}
     for micro_batch, rows in zip(micro_batches, seen, strict=False):
         experts = recorded_rows(rows, micro_batch, num_layers)
-        if not micro_batch.dummy:
-            kept.update(zip(micro_batch.rows, experts, strict=True))
-    some = next(iter(kept.values()))
-    batch.routed_experts = [
-        kept.get(row, np.full((length, *some.shape[1:]), -1, np.int16))
-        for row, length in enumerate(batch.total_lens)
-    ]
+        found = dict(zip(micro_batch.rows, experts, strict=True))
+        kept = {**found, **kept} if micro_batch.dummy else {**kept, **found}
+    batch.routed_experts = [kept[row] for row in range(len(batch.total_lens))]
 
 
 def _over_tensor_ranks(experts: torch.Tensor, length: int) -> torch.Tensor:

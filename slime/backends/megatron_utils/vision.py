@@ -109,9 +109,9 @@ class VisionTower:
         return self._current
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the parameters of a frozen tower, which a sleeping trainer moves to host memory.
+        """Return the parameters of a frozen tower, which `sleep` offloads to host memory.
 
-        Features of images are dropped: they are computed again when they are needed.
+        The feature cache is cleared: features are recomputed on demand.
         """
         self.cache.clear()
         return [] if self._model is None or self.trained else list(self._model.parameters())
@@ -158,7 +158,7 @@ class VisionTower:
             numbers = numbers.chunk(tensor_group().size())[tensor_group().rank()]
         return numbers
 
-    def _nothing(self) -> torch.Tensor:
+    def _zero(self) -> torch.Tensor:
         """Return 0 that depends on every parameter, so that all ranks have a gradient to sum."""
         assert self._model is not None
         return torch.stack([param.flatten()[0] * 0 for param in self._model.parameters()]).sum()
@@ -167,7 +167,7 @@ class VisionTower:
         """Replace the embeddings [S, 1, H] of image tokens: called by the first stage's embedding."""
         found, self._current = self._current, None
         if found is None:
-            return embeddings + self._nothing() if self.trained else embeddings
+            return embeddings + self._zero() if self.trained else embeddings
         values = found.embeddings.to(embeddings.dtype).unsqueeze(1)
         return embeddings.index_copy(0, found.places, values)
 
@@ -175,7 +175,7 @@ class VisionTower:
 class _Deepstack:
     """Adds the features of one earlier block to the output of a decoder layer.
 
-    They come with the layer's arguments, so a recomputed layer gets those of its own micro-batch.
+    Features are passed with the layer's arguments, so a recomputed layer gets its own micro-batch's.
     """
 
     def __init__(self, number: int) -> None:
@@ -214,7 +214,7 @@ def add_images(chunk: Any, batch: TrainBatch, rows: PackedRows, length: int) -> 
 
 
 def attach_tower(args: Args, config: TransformerConfig, chunks: list[GPTModel]) -> None:
-    """Give the chunks of a vision-language model its tower; a model of text alone has none."""
+    """Attach the tower of a vision-language model to its chunks; a text model has none."""
     if "vision_config" not in json.loads((Path(args.hf_checkpoint) / "config.json").read_text()):
         return
     hf_config = load_hf_config(args.hf_checkpoint)

@@ -19,6 +19,7 @@ from slime.config.flags.registry import all_flags, read_table
 from slime.config.installed import SGLangInstall, find_sglang
 from slime.config.lora import served_modules
 from slime.config.peft_files import decoder_shapes
+from slime.core.errors import UserError
 from slime.utils.addresses import Ports
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -52,7 +53,7 @@ class Node:
 
 
 def cpu_env(num_ranks: int) -> dict[str, str]:
-    """Return environment variables of a CPU server; SGLang binds ranks to cores: all share all."""
+    """Return environment variables of a CPU server; let all ranks share all cores."""
     cores = f"0-{(os.cpu_count() or 1) - 1}"
     bound = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * num_ranks)} if num_ranks > 1 else {}
     return {"SGLANG_USE_CPU_ENGINE": "1", **bound}
@@ -107,7 +108,7 @@ def _defaults(args: Args, *, index: int, on_gpu: bool, label: str | None) -> dic
 
 
 def _lora(args: Args, *, on_gpu: bool) -> dict[str, object]:
-    """Return the slots of the run's adapter; a matrix that fits none must not be skipped."""
+    """Return the options of adapter slots; a matrix without a slot must not be skipped."""
     return {
         "lora_target_modules": served_modules(args, decoder_shapes(args.hf_checkpoint)),
         "lora_strict_loading": True,
@@ -147,7 +148,7 @@ def _required_options(
 
 
 _TIMEOUT_S = 300
-_ASK = """
+_PRINT_OPTIONS = """
 import argparse, json, sys
 parser = argparse.ArgumentParser()
 if sys.argv[1] == "sglang":
@@ -167,14 +168,15 @@ def installed_options(
 ) -> set[str]:
     """Return the options of "sglang" or "sglang_router"; its parser must accept `argv`."""
     given = [] if argv is None else [json.dumps(argv)]
-    reply = subprocess.run(
-        [install.python, "-c", _ASK, package, *given],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-    )
+    command = [install.python, "-c", _PRINT_OPTIONS, package, *given]
+    asked = f"could not read the options of {package} with {install.python}"
+    try:
+        reply = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{asked}: no answer within {_TIMEOUT_S} s: run it again") from None
     if reply.returncode != 0:
-        raise ValueError(reply.stderr.strip().splitlines()[-1])
+        last = (reply.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(f"{asked}: it ended with status {reply.returncode}: {last}")
     answer = next(line for line in reply.stdout.splitlines() if line.startswith("ANSWER"))
     return set(json.loads(answer.removeprefix("ANSWER")))
 

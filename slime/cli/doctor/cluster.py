@@ -1,7 +1,7 @@
 """`slime doctor --cluster`: check every node of a running Ray cluster before a job uses it.
 
-One `NodeProbe` actor runs on each node. A node that is lost while the checks run is reported, and
-the others are still checked.
+One `NodeProbe` actor runs on each node. A node that is lost while the checks run is reported;
+all other nodes are still checked.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def examine_cluster(
 
 def _examine(folder: str | None, seconds: float) -> list[Finding]:
     here = ray.get_runtime_context().get_node_id()
-    # The variables that a job started from here would pass on to its processes.
+    # The variables that a job started here would pass on to its processes.
     environment = child_env()
     given = {name: environment[name] for name in INTERFACE_VARIABLES if name in environment}
     probes = Probes(alive_nodes(first=here), given)
@@ -82,7 +82,7 @@ def _examine(folder: str | None, seconds: float) -> list[Finding]:
         links = measure_links(probes, facts, seconds=seconds)
         findings += [checks.check_reach(links.failures)] if links.failures else []
         findings += [checks.check_bandwidth(links.rates)] if links.rates else []
-    return [_check_nodes(probes), *findings]  # checked last, when it is known which nodes were lost
+    return [_check_nodes(probes), *findings]  # last, when all lost nodes are known
 
 
 class Probes:
@@ -144,7 +144,7 @@ class Probes:
     def call_all(
         self, method: Callable[Concatenate[NodeProbe, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> dict[str, T]:
-        """Return the results by address; nodes that are lost are left out."""
+        """Return the results by address, without lost nodes."""
         results = {}
         for node in self.nodes:
             with suppress(NodeLostError):
@@ -191,7 +191,7 @@ def measure_links(probes: Probes, facts: list[NodeFacts], *, seconds: float) -> 
 
 
 def _listen(probes: Probes, facts: list[NodeFacts]) -> dict[str, tuple[str, int] | str]:
-    """Return by node the address and port it listens at, or why it cannot."""
+    """Return the address and port at which each node listens, or why it cannot."""
     bind = {one.address: checks.bind_address(one) for one in facts}
     ports: dict[str, tuple[str, int] | str] = {}
     for node in probes.nodes:
@@ -214,7 +214,7 @@ def _check_nodes(probes: Probes) -> Finding:
 
 
 def _clock_offsets(probes: Probes) -> dict[str, float]:
-    """Return how many seconds each node's clock is ahead of this one's; the fastest reply counts."""
+    """Return how many seconds each node's clock is ahead of this one's, by the fastest reply."""
     offsets = {}
     for node in probes.nodes:
         with suppress(NodeLostError):
@@ -257,8 +257,8 @@ def _check_folder(probes: Probes, folder: str) -> Finding:
 def _root_cause_line(error: BaseException) -> str:
     """Return the line of Ray's long error text that says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "node" in line.lower() or "died" in line.lower()]
-    return (telling or lines or [type(error).__name__])[0][:200]
+    causes = [line for line in lines if "node" in line.lower() or "died" in line.lower()]
+    return (causes or lines or [type(error).__name__])[0][:200]
 
 
 def _completed(calls: dict[Any, Node]) -> list[Any]:

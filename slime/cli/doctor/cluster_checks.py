@@ -26,7 +26,7 @@ _TIMEOUT_S = 5.0
 
 @dataclass(kw_only=True, frozen=True)
 class NodeFacts:
-    address: str  # the one Ray knows it by
+    address: str  # as Ray has it
     versions: dict[str, str]  # name -> version, "none" if it is not installed
     gpus: int
     busy_gpus: int  # with memory in use
@@ -63,7 +63,7 @@ class NodeProbe:
     # ---- folder
 
     def write(self, folder: str) -> tuple[str, str]:
-        """Write a file for the other nodes to read; return its path and its contents."""
+        """Write a file that all other nodes read; return its path and its contents."""
         path, text = Path(folder) / f".slime-doctor-{secrets.token_hex(8)}", secrets.token_hex(8)
         Path(folder).mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -153,7 +153,7 @@ class Links:
     rates: dict[Link, float] = field(default_factory=dict)  # bytes per second
 
     def without(self, lost: set[str]) -> Links:
-        """Return the links between nodes that are still there."""
+        """Return the links between nodes that are not lost."""
         return Links(
             failures={link: why for link, why in self.failures.items() if not lost & set(link)},
             rates={link: rate for link, rate in self.rates.items() if not lost & set(link)},
@@ -222,7 +222,7 @@ def check_gpus(nodes: list[NodeFacts], free: dict[str, tuple[float, float]]) -> 
         counts = ", ".join(f"{node.address} has {node.gpus}" for node in nodes)
         advice = f"give ray start --num-gpus what the node has, on {', '.join(wrong)}"
         return Finding(
-            name="GPUs", status="differs", found=f"{found}; in fact {counts}", advice=advice
+            name="GPUs", status="differs", found=f"{found}; actually {counts}", advice=advice
         )
     if len({total for _, total in free.values()}) > 1:
         advice = (
@@ -316,6 +316,6 @@ def check_bandwidth(rates: dict[Link, float]) -> Finding:
 
 
 def slow_links(rates: dict[Link, float]) -> list[Link]:
-    """Return the links far slower than the fastest."""
+    """Return the links that are far slower than the fastest one."""
     best = max(rates.values(), default=0.0)
     return [link for link, rate in rates.items() if rate < _SLOW * best]

@@ -53,8 +53,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--sglang",
         action="store_true",
-        help="compare the options slime knows with those of the SGLang and the router installed here, "
-        "or where SLIME_SGLANG_PYTHON says; exit status 0: no difference",
+        help="compare slime's tables with the options of the SGLang and the router installed here, "
+        "or in the environment of SLIME_SGLANG_PYTHON; exit status 0: no difference",
     )
     parser.add_argument("--address", help="of the cluster; default: RAY_ADDRESS")
     parser.add_argument("--save", metavar="DIR", help="folder that all nodes must share")
@@ -68,24 +68,24 @@ def main(argv: list[str]) -> int:
     if options.address or options.save:
         parser.error("--address and --save belong to --cluster")
     checks = examine()
-    able = can_run_quickstart(checks)
+    ready = can_run_quickstart(checks)
     if options.json:
         rows = [asdict(check) for check in checks]
-        print(json.dumps({"quickstart": able, "checks": rows}, indent=2))
+        print(json.dumps({"quickstart": ready, "checks": rows}, indent=2))
     else:
         print_checks(checks, color=sys.stdout.isatty())
-    return 0 if able else 1
+    return 0 if ready else 1
 
 
 def _examine_cluster(options: argparse.Namespace) -> int:
     from slime.cli.doctor.cluster import examine_cluster
 
     findings = examine_cluster(options.address, options.save)
-    able = all(finding.status == "ok" for finding in findings)
+    passed = all(finding.status == "ok" for finding in findings)
     if options.json:
         rows = [asdict(finding) for finding in findings]
-        print(json.dumps({"ok": able, "checks": rows}, indent=2))
-        return 0 if able else 1
+        print(json.dumps({"ok": passed, "checks": rows}, indent=2))
+        return 0 if passed else 1
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         print(f"{finding.status:<7}  {finding.name:<{width}}  {finding.found}")
@@ -95,7 +95,7 @@ def _examine_cluster(options: argparse.Namespace) -> int:
         print(
             f"{'':7}  {'folder':<{width}}  not checked: name the folder of --save with --save DIR"
         )
-    return 0 if able else 1
+    return 0 if passed else 1
 
 
 def examine(folder: str | Path = ".") -> list[Check]:
@@ -138,8 +138,8 @@ def print_checks(checks: list[Check], *, color: bool) -> None:
     if can_run_quickstart(checks):
         print("\nThe quickstart can run here: make quickstart")
     else:
-        lacking = [c.name for c in checks if c.needed and c.status == "missing"]
-        print(f"\nThe quickstart cannot run here yet; see: {', '.join(lacking)}")
+        missing = [c.name for c in checks if c.needed and c.status == "missing"]
+        print(f"\nThe quickstart cannot run here yet; see: {', '.join(missing)}")
 
 
 def check_system() -> Check:
@@ -231,7 +231,7 @@ def check_extra(package: str, name: str, without: str, command: str = "") -> Che
 
 
 def check_te() -> Check:
-    """Check that its compiled extension loads with this torch, and which FP8 the GPU supports."""
+    """Check that TransformerEngine's extension loads with this torch, and which FP8 the GPU supports."""
     command = f"{_pip()} install --no-build-isolation 'transformer_engine[pytorch]'"
     check = check_extra(
         "transformer-engine", "TransformerEngine", "Megatron uses slime's own layers", command
@@ -273,7 +273,7 @@ def check_bubblewrap() -> Check:
 
 
 def check_ports() -> Check:
-    """Check that loopback can be listened on; slime picks free ports by itself."""
+    """Check that this user can listen on loopback; slime picks free ports itself."""
     if not _can_listen(0):
         advice = "allow this user to listen on 127.0.0.1"
         return Check(

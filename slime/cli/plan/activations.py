@@ -53,7 +53,7 @@ from slime.cli.plan.rank_layout import Sizes
 from slime.config.arguments import Args
 from slime.config.installed import is_installed
 
-_FP8_SHARE = 0.5  # of an element of two bytes
+_FP8_SHARE = 0.5  # one byte, of an element of two bytes
 _SCAN = 22  # of the width of its input: the intermediate results of a gated delta net
 _KERNEL_SCAN = 10  # the same by flash-linear-attention
 
@@ -130,7 +130,7 @@ def layer_cost(
 
 
 def uses_te(args: Args) -> bool:
-    """Return whether the layers are TransformerEngine's, by the flags and this machine."""
+    """Return whether flags and installed packages select TransformerEngine's layers."""
     if args.train_backend != "megatron":
         return False
     if args.transformer_impl:
@@ -178,7 +178,7 @@ def _attention(shape: Shape, sizes: Sizes, *, megatron: bool, repeats_keys: bool
     elif values_are_views:
         projections = q + 2 * kv
     each = q if repeats_keys else kv
-    # Under context parallelism: those of all ranks, as far as this rank's queries attend.
+    # With context parallelism: keys of all ranks that this rank's queries attend to.
     keys = each * (sizes.cp + 0.5 if sizes.cp > 1 else 1)
     values = 0.0 if values_are_views else keys
     log_sums = shape.heads / sizes.tp * 2  # fp32, in elements of two bytes

@@ -75,7 +75,7 @@ def _need_megatron(backend: str) -> None:
 
 
 def is_dry_run(argv: list[str] | None) -> bool:
-    """Return whether --dry-run is set, before flags are parsed: they may be for another machine."""
+    """Return whether --dry-run is set; flags are not parsed yet, as they may be for another machine."""
     words = sys.argv[1:] if argv is None else argv
     if "--dry-run" in words or not any(word.split("=")[0] == "--config" for word in words):
         return "--dry-run" in words
@@ -85,9 +85,8 @@ def is_dry_run(argv: list[str] | None) -> bool:
 def dry_run(argv: list[str] | None, check_start: Callable[[Args], list[str]]) -> int:
     """Resolve the flags, check what a start would check, and print both.
 
-    The memory plan is printed where there are GPUs, and for a run that is meant for another machine: one
-    that needs GPUs which this machine lacks, names a model that does not exist here, or gives the sizes of a
-    machine.
+    The memory plan is printed if there are GPUs, and for a run meant for another machine: it needs GPUs that
+    this machine lacks, names a model that does not exist here, or gives the sizes of a machine.
     """
     options, rest = split_options(sys.argv[1:] if argv is None else argv)
     options.refuse(("as_json", "suggest", "html"), "slime plan")
@@ -117,12 +116,12 @@ def dry_run(argv: list[str] | None, check_start: Callable[[Args], list[str]]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class _Built:
-    line: str  # what to tell the user
+    line: str  # for the user
     plan: Plan | None = None
 
 
 def _build(args: Args, options: PlanOptions, *, with_plan: bool) -> _Built:
-    """Build the model without weights, as a trainer would, and plan the run if that is asked for."""
+    """Build the model without weights, as a trainer would; `with_plan` also plans the run."""
     try:
         _need_megatron(args.train_backend)
         if not with_plan:

@@ -31,7 +31,7 @@ class KVCache:
     tokens: int
     longest_request: int
     requests_at_full_length: int
-    requests_wanted: int  # that a rollout sends to each engine at once
+    requests_wanted: int  # concurrent requests of a rollout to each engine
 
     @property
     def holds_one(self) -> bool:
@@ -106,7 +106,7 @@ class Engine:
         return [item for item in items if item.nbytes or item.name != "adapter slots"]
 
     def slots(self) -> int:
-        """Return the bytes of the slots for adapters, which are there for every linear module."""
+        """Return the bytes of the adapter slots, which exist for every linear module."""
         if self.adapters is None or not self.args.sglang_enable_lora:
             return 0
         rank = self.args.sglang_max_lora_rank or self.adapters.rank
@@ -138,7 +138,7 @@ class Engine:
         return (self.capacity - overheads) * self.fraction - self.weights() - self.slots()
 
     def states(self) -> States | None:
-        """Return the states that the embedded engine allocates, and about those of SGLang."""
+        """Return the states that the embedded engine allocates; SGLang's are about the same."""
         shape = self.shape
         if not shape.linear_layers:
             return None
@@ -165,7 +165,7 @@ class Engine:
             bytes_per_token=per_token,
             tokens=tokens * self.dp,
             longest_request=longest,
-            requests_at_full_length=min(tokens // longest * self.dp, self._most_running()),
+            requests_at_full_length=min(tokens // longest * self.dp, self._max_running()),
             requests_wanted=self._wanted(),
         )
 
@@ -174,7 +174,7 @@ class Engine:
         samples = self.args.over_sampling_batch_size * self.args.n_samples_per_prompt
         return min(-(-samples // engines), self.args.sglang_server_concurrency)
 
-    def _most_running(self) -> int:
+    def _max_running(self) -> int:
         states = self.states()
         if states is not None:
             return states.running
@@ -194,10 +194,10 @@ class Engine:
         return 2 if self.args.precision == "bf16" else 4
 
     def _split(self, part: str) -> int:
-        """Return the number of GPUs that a part is sharded over; the others hold replicas."""
+        """Return the number of GPUs that a part is sharded over; all other GPUs hold replicas."""
         alone = self.dp > 1 and self.args.sglang_moe_dense_tp_size
         deepep = self.args.sglang_moe_a2a_backend in ("deepep", "mooncake")
-        cuts = {
+        shards = {
             "experts": self.tp,
             "attention": self.attention_tp,
             "kv": min(self.attention_tp, self.shape.kv_heads),
@@ -206,7 +206,7 @@ class Engine:
             "embedding": self.tp if self.dp == 1 else 1,
             "head": self.attention_tp if self.args.sglang_enable_dp_lm_head else self.tp,
         }
-        return cuts.get(part) or 1
+        return shards.get(part) or 1
 
     def _bytes_per_token(self) -> int:
         dtype = str(self.args.sglang_kv_cache_dtype or "auto")

@@ -68,7 +68,7 @@ class Host:
         ]
 
     def _frozen(self, ranks: list[RankModel]) -> list[Item]:
-        """Return a copy of each frozen model, and of the actor while one of them replaces it."""
+        """Return a copy of each frozen model, and of the actor while a frozen model is on the GPU."""
         names = frozen_models(self.args)
         if self.args.train_backend != "megatron" or not names:
             return []
@@ -123,13 +123,11 @@ class Host:
         return items
 
     def _gpus_here(self, gpus: list[int], node: int) -> int:
-        per_node = self.args.actor_num_gpus_per_node if self.args.colocate else None
-        per_node = per_node or self.args.num_gpus_per_node
-        return sum(gpu // per_node == node for gpu in gpus)
+        return sum(gpu // self.layout.gpus_per_node == node for gpu in gpus)
 
 
 def _backs_up(args: Args) -> bool:
-    """Return whether an engine's released weights are kept on the host; by default SGLang gets new ones."""
+    """Return whether an engine's released weights are kept on the host; by default SGLang drops them."""
     backup = args.rollout_engine == "slime" or bool(args.sglang_enable_weights_cpu_backup)
     return args.offload_rollout and backup
 

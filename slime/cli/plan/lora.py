@@ -1,4 +1,4 @@
-"""LoRA in a plan: the flags that are proposed where full training does not fit, and the update of an adapter."""
+"""LoRA in a plan: flags to propose if full training does not fit, and the cost of an adapter update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.config.flags.spec import option_of
 from slime.config.lora import served_adapter
 
 # Assumed: one copy from the GPU to host memory and one back, the requests to an engine (pause, load, resume),
-# and what each tensor costs besides its bytes.
+# and the overhead per tensor.
 _GB_PER_S, _REQUESTS_S, _TENSOR_S = 10e9, 3e-3, 10e-6
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LATENT_MODULES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
@@ -56,7 +56,7 @@ def adapter_cost(args: Args, count: ModelCount, layers: int) -> AdapterCost | No
 def lora_values(args: Args, shape: Shape) -> dict[str, Any]:
     """Return the flags that make a run of full training one of LoRA with FSDP, by name.
 
-    Experts are left out; engines are sent the adapter alone.
+    Experts have no adapters; updates send the adapter alone.
     """
     values: dict[str, Any] = {"train_backend": "fsdp", "gradient_checkpointing": True}
     values |= {"lora_rank": 16, "lora_alpha": 32.0}

@@ -1,4 +1,4 @@
-"""The memory items of a plan, and how those of trainer and engine add up in each phase."""
+"""The memory items of a plan, and the sum of trainer and engine in each phase."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """Host memory of the node that needs most."""
+    """Host memory of the node that needs the most."""
 
     node: int
     items: list[Item] = field(default_factory=list)
@@ -66,7 +66,7 @@ _Items = Callable[[RankModel], list[Item]]
 def phases_of(
     trainer: Trainer, policy: PlannedEngine | None, others: Sequence[PlannedEngine] = ()
 ) -> list[Phase]:
-    """Return the phases; `policy` is one engine of the model that is trained, `others` one of each further group."""
+    """Return the phases; `policy` is an engine of the trained model, `others` one of each other group."""
     every = [*([policy] if policy else []), *others]
     beside = [engine.memory for engine in every if engine.colocated]
     phases = [
@@ -86,10 +86,10 @@ def phases_of(
 def _trainer_phase(
     name: str, held: _Items, work: _Items, trainer: Trainer, beside: list[Engine]
 ) -> Phase:
-    """Return the phase of the rank that needs most memory in it, beside the engine that keeps most."""
+    """Return the phase on the rank that needs the most memory, beside the engine that keeps the most."""
     offload = trainer.args.offload_rollout
-    there = _most([_everything(engine) for engine in beside])
-    stays = _most([engine.overhead() for engine in beside]) if offload else there
+    there = _largest([_everything(engine) for engine in beside])
+    stays = _largest([engine.overhead() for engine in beside]) if offload else there
     phases = []
     for rank in trainer.count.ranks:
         working = [*work(rank), *trainer.overhead()]
@@ -125,7 +125,7 @@ def _rollout(trainer: Trainer, engine: PlannedEngine, heavy: RankModel) -> Phase
 
 
 def _update(trainer: Trainer, beside: list[Engine], heavy: RankModel) -> Phase:
-    """Return the update phase; offloaded engines, frozen ones too, have weights only, the KV cache comes after."""
+    """Return the update phase, in which offloaded engines, frozen ones too, hold weights and no KV cache yet."""
     work = [*trainer.update(), *trainer.overhead()]
     items = [*trainer.between_steps(heavy), *work]
     awake = [*trainer.resident(heavy), *work]
@@ -137,9 +137,9 @@ def _update(trainer: Trainer, beside: list[Engine], heavy: RankModel) -> Phase:
             items=items,
             without_offload=total(awake),
         )
-    there = everything = _most([_everything(engine) for engine in beside])
+    there = everything = _largest([_everything(engine) for engine in beside])
     if trainer.args.offload_rollout:
-        there = _most([[*engine.static()[:1], *engine.overhead()] for engine in beside])
+        there = _largest([[*engine.static()[:1], *engine.overhead()] for engine in beside])
     return Phase(
         name="weight_update",
         where="shared",
@@ -149,7 +149,7 @@ def _update(trainer: Trainer, beside: list[Engine], heavy: RankModel) -> Phase:
     )
 
 
-def _most(choices: list[list[Item]]) -> list[Item]:
+def _largest(choices: list[list[Item]]) -> list[Item]:
     return max(choices, key=total, default=[])
 
 

@@ -37,16 +37,16 @@ class Shape:
     rope_dim: int = 0
     v_dim: int = 0
     fp8: bool = False
-    linear_layers: int = 0  # gated delta nets: a state per request, no keys and values per token
+    linear_layers: int = 0  # gated delta nets: a state per request, no KV cache
     delta_qkv: int = 0  # width of queries, keys and values of one of them
     delta_values: int = 0
     delta_heads: int = 0  # of keys
     state_size: int = 0  # elements of the state of one of them, in fp32
-    window_size: int = 0  # inputs of its convolution that are kept, in the model's dtype
+    window_size: int = 0  # stored inputs of its convolution, in the model's dtype
 
     @property
     def delta_share(self) -> float:
-        """The share of layers that are gated delta nets; the others have gated attention."""
+        """Return the share of layers that are gated delta nets; all others have gated attention."""
         return self.linear_layers / self.layers
 
     @property
@@ -183,7 +183,7 @@ def _model_type(given: dict[str, Any]) -> str:
     """Return the model family whose layers have these parts."""
     sparse = given.get("num_experts") is not None
     delta_nets = given.get("linear_attention_freq") is not None
-    signs = (
+    families = (
         ("qwen3_next", sparse and delta_nets),  # Qwen3.5 with experts has the same layers
         ("qwen3_5_text", delta_nets),
         ("deepseek_v3", given.get("multi_latent_attention")),
@@ -195,7 +195,7 @@ def _model_type(given: dict[str, Any]) -> str:
         ("qwen3", given.get("qk_layernorm")),
         ("qwen2", given.get("add_qkv_bias")),
     )
-    return next((name for name, sign in signs if sign), "llama")
+    return next((name for name, matches in families if matches), "llama")
 
 
 def _rope(given: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The plan of a configuration: layout, batches, memory in every phase, whether it fits, what helps."""
+"""The plan of a configuration: layout, batches, memory in every phase, whether it fits, advice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slime.config.flags.spec import option_of
 from slime.core.errors import UserError
 
 Verdict = Literal["fits", "tight", "does not fit"]
-# Fragmentation keeps the allocator from using the last tenth.
+# Fragmentation makes the last tenth unusable for the allocator.
 _COMFORTABLE = 0.9
 
 
@@ -181,11 +181,11 @@ class Advice:
 
     def __str__(self) -> str:
         what = "fits" if self.fits else "still does not fit"
-        return f"{self.flags} would save {self.saves / GIB:.1f} GiB and it {what}"
+        return f"{self.flags} would save {self.saves / GIB:.1f} GiB, and the run {what}"
 
 
 def find_advice(plan: Plan, machine: Machine) -> list[Advice]:
-    """Return changes, best first: those that make it fit, then those that save most."""
+    """Return changes, best first: those that make the run fit, then by the memory they save."""
     found = []
     for change in _CHANGES:
         values = change(plan.args)
@@ -202,7 +202,7 @@ def find_advice(plan: Plan, machine: Machine) -> list[Advice]:
 
 
 def _lora_advice(plan: Plan, machine: Machine) -> list[Advice]:
-    """Propose LoRA where no other change fits and the trainer is already the one that honours it."""
+    """Propose LoRA if no other change fits and the trainer is FSDP, which supports it for every model."""
     if plan.args.lora_rank or plan.args.train_backend != "fsdp":
         return []
     values = lora_values(plan.args, plan.shape)

@@ -126,14 +126,14 @@ def sizes_of(args: Args) -> Sizes:
 
 def cluster_layout(args: Args) -> ClusterLayout:
     sizes, per_node = sizes_of(args), args.actor_num_gpus_per_node
-    engine_node = per_node if args.colocate else args.num_gpus_per_node
+    if not args.colocate:  # engines get the GPUs after the trainer's, on its last machine first
+        per_node = max(per_node, args.num_gpus_per_node)
     ranks = [_place(rank, sizes, per_node) for rank in range(sizes.world)]
-    first_node = 0 if args.colocate else args.actor_num_nodes
-    engines = _engines(args, first_node, engine_node)
+    engines = _engines(args, 0 if args.colocate else sizes.world, per_node)
     used = {node for engine in engines for node in engine.nodes}
     return ClusterLayout(
         sizes=sizes,
-        gpus_per_node=max(per_node, min(engine_node, args.rollout_num_gpus)),
+        gpus_per_node=per_node,
         nodes=len({place.node for place in ranks} | used),
         ranks=ranks,
         engines=engines,
@@ -141,7 +141,7 @@ def cluster_layout(args: Args) -> ClusterLayout:
 
 
 def stage_ranks(sizes: Sizes) -> list[int]:
-    """Return the first rank of each pipeline stage; all ranks of a stage hold equally much."""
+    """Return the first rank of each pipeline stage; all ranks of a stage hold the same amount."""
     return [stage * (sizes.world // sizes.pp) for stage in range(sizes.pp)]
 
 
@@ -159,10 +159,10 @@ def _place(rank: int, sizes: Sizes, per_node: int) -> Place:
     )
 
 
-def _engines(args: Args, first_node: int, per_node: int) -> list[EnginePlace]:
-    offset, places = first_node * per_node, []
+def _engines(args: Args, first: int, per_node: int) -> list[EnginePlace]:
+    places = []
     for index, spec in enumerate(engines_of(args)):
-        gpus = [offset + gpu for gpu in spec.gpus]
+        gpus = [first + gpu for gpu in spec.gpus]
         nodes = sorted({gpu // per_node for gpu in gpus})
         places.append(
             EnginePlace(

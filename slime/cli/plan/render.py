@@ -1,4 +1,4 @@
-"""Render a plan: tables in the terminal, or one self-contained HTML file with bars of memory."""
+"""Render a plan: tables in the terminal, or one self-contained HTML file with memory bars."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from slime.cli.plan.activations import layers_line
@@ -22,7 +23,7 @@ _COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     console = console or wide_console()
     for line in summary_lines(plan):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
     console.print(_ranks_table(plan))
     console.print(_phases_table(plan))
     console.print(_host_table(plan))
@@ -61,10 +62,11 @@ def summary_lines(plan: Plan) -> list[str]:
 
 
 def closing_lines(plan: Plan) -> list[str]:
+    """Return the verdict, advice and notes in rich's markup, in which brackets of messages are escaped."""
     colour = _COLOURS[plan.verdict]
-    lines = [f"[{colour} bold]{plan.verdict}[/]: {plan.reason}"]
-    lines += [f"  try: {advice}" for advice in plan.advice]
-    return [*lines, *(f"[dim]note: {warning}[/]" for warning in plan.args.warnings)]
+    lines = [f"[{colour} bold]{plan.verdict}[/]: {escape(plan.reason)}"]
+    lines += [f"  try: {escape(advice)}" for advice in plan.advice]
+    return [*lines, *(f"[dim]note: {escape(warning)}[/]" for warning in plan.args.warnings)]
 
 
 def _layer_lines(plan: Plan) -> list[str]:
@@ -155,7 +157,8 @@ def _phases_table(plan: Plan) -> Table:
     table.add_column("")
     for phase in plan.phases:
         table.add_column(
-            f"{phase.name.replace('_', ' ')}\n{phase.where}, rank {phase.rank}", justify="right"
+            escape(f"{phase.name.replace('_', ' ')}\n{phase.where}, rank {phase.rank}"),
+            justify="right",
         )
     names = list(dict.fromkeys(item.name for phase in plan.phases for item in phase.items))
     for name in names:

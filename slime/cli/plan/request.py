@@ -107,7 +107,7 @@ def machine_of(options: PlanOptions) -> Machine:
 
 
 def _give_config(given: dict[str, Any], folder: Path) -> list[str]:
-    """Write a config.json from MODEL_ARGS if there is none; return what to tell the user."""
+    """Write a config.json from MODEL_ARGS if there is none; return notes for the user."""
     named = given.get("hf_checkpoint")
     if named and (Path(named).expanduser() / "config.json").is_file():
         return []
@@ -127,7 +127,7 @@ def _give_config(given: dict[str, Any], folder: Path) -> list[str]:
 
 
 def _assume(given: dict[str, Any], origins: dict[str, Origin]) -> list[str]:
-    """Fill in flags that a run requires and a plan can assume; return what to tell the user."""
+    """Fill in required flags that a plan can assume; return notes for the user."""
     wanted: dict[str, Any] = {
         "rollout_batch_size": 32,
         "n_samples_per_prompt": 8,
@@ -156,8 +156,8 @@ def _assume(given: dict[str, Any], origins: dict[str, Origin]) -> list[str]:
 
 
 def _gpus_per_node(given: dict[str, Any]) -> int:
-    asked = given.get("num_gpus_per_node")
-    return asked or max(8, given.get("actor_num_gpus_per_node") or 0)
+    per_node = given.get("num_gpus_per_node")
+    return per_node or max(8, given.get("actor_num_gpus_per_node") or 0)
 
 
 def _check_gpus(args: Args, options: PlanOptions) -> None:
@@ -169,7 +169,7 @@ def _check_gpus(args: Args, options: PlanOptions) -> None:
     how = f"{training} GPUs for training" if args.colocate else both
     advice = "" if args.colocate else "add --colocate, "
     raise ConfigError(
-        f"the job asks for {how}, and there are {options.gpus}: {advice}lower "
+        f"the job needs {how}, and there are {options.gpus}: {advice}lower "
         "--actor-num-gpus-per-node or --rollout-num-gpus, or use more machines"
     )
 

@@ -2,9 +2,9 @@
 
 Candidates: every TP that divides the heads and stays inside a machine, every PP (with fewer layers
 in its last stage if it does not divide them), EP for experts, CP 1; colocated, with 8192 tokens per
-GPU unless given. Candidates whose lower bound does not fit are not built. Those that fit are sorted by less
+GPU unless given. Candidates whose lower bound does not fit are skipped. Layouts that fit are sorted by less
 recomputation and offloading, then fewer GPUs per replica (more data parallelism, less
-communication), then tensor before pipeline parallelism. Where none fits, LoRA with FSDP is planned.
+communication), then tensor before pipeline parallelism. If none fits, LoRA with FSDP is planned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slime.config.flags.spec import option_of
 from slime.core.errors import ConfigError, UserError
 
 _SHOWN = 8
-_MOST_BUILT = 16
+_MAX_CANDIDATES = 16
 _STEPS: tuple[dict[str, Any], ...] = ({}, FULL_RECOMPUTE, {**FULL_RECOMPUTE, **CPU_ADAM})
 _NAMES = ("", "recompute", "recompute, CPU Adam")
 
@@ -93,10 +93,10 @@ def suggest(argv: list[str], options: PlanOptions) -> int:
 def find_suggestions(
     args: Args, machine: Machine, failures: list[UserError] | None = None
 ) -> list[Suggestion]:
-    """Return the layouts that fit, best first; errors of those that cannot be planned go to `failures`."""
+    """Return the layouts that fit, best first; errors of layouts that cannot be planned go to `failures`."""
     shape = read_shape(args.hf_checkpoint)
     engine = _engine_size(args, shape, machine)
-    layouts = _layouts(args, shape, machine)[:_MOST_BUILT]
+    layouts = _layouts(args, shape, machine)[:_MAX_CANDIDATES]
     plans = make_plans([args.replace(**layout, **engine) for layout in layouts], machine)
     found = []
     for plan in plans:
@@ -164,7 +164,7 @@ def cluster_flags(gpus: int, argv: list[str]) -> list[str]:
 
 
 def _layouts(args: Args, shape: Shape, machine: Machine) -> list[dict[str, Any]]:
-    """Return candidates by TP x PP, without those whose weights and gradients cannot fit."""
+    """Return candidates sorted by TP x PP, without those whose weights and gradients cannot fit."""
     gpus = args.num_training_gpus
     found = []
     for tp in _divisors(args.actor_num_gpus_per_node):
@@ -206,7 +206,7 @@ def _layout(shape: Shape, tp: int, pp: int, ep: int) -> dict[str, Any]:
 
 
 def _expert_sizes(shape: Shape, gpus: int, pp: int, tp: int) -> list[int]:
-    """Return the largest expert-parallel size that is possible, and the next smaller one."""
+    """Return the largest possible expert-parallel size and the next smaller one."""
     if not shape.num_experts:
         return [1]
     sizes = [n for n in _divisors(gpus // pp) if shape.num_experts % n == 0]
@@ -250,8 +250,8 @@ def _show(found: list[Suggestion], failures: list[UserError], options: PlanOptio
     console = wide_console()
     if not found:
         console.print(
-            f"nothing fits on {options.gpus} GPU{'s' * (options.gpus != 1)}, not even with all activations recomputed and Adam on the "
-            "host, nor with LoRA: give more GPUs, or more memory with --gpu-memory",
+            f"nothing fits on {options.gpus} GPU{'s' * (options.gpus != 1)}, not even with all activations "
+            "recomputed and Adam on the host, nor with LoRA: give more GPUs, or more memory with --gpu-memory",
             highlight=False,
         )
         return
@@ -261,16 +261,19 @@ def _show(found: list[Suggestion], failures: list[UserError], options: PlanOptio
     for number, suggestion in enumerate(found[:_SHOWN], 1):
         table.add_row(str(number), *_cells(suggestion))
     console.print(table)
-    console.print("the first one:  " + " ".join(found[0].flags), highlight=False, soft_wrap=True)
+    console.print(
+        "the first one:  " + " ".join(found[0].flags), highlight=False, markup=False, soft_wrap=True
+    )
     if failures:
         console.print(
             f"{len(failures)} more could not be planned. The first: {failures[0]}",
             highlight=False,
+            markup=False,
             soft_wrap=True,
         )
     if found[0].lora:
         console.print(
-            "training all weights does not fit; with these flags leave MODEL_ARGS out, since FSDP reads the "
+            "training all weights does not fit; with these flags remove MODEL_ARGS, since FSDP reads the "
             "model from --hf-checkpoint (docs/lora.md)",
             highlight=False,
             soft_wrap=True,

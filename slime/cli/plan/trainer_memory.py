@@ -103,7 +103,7 @@ class Trainer:
     def update(self) -> list[Item]:
         """Return the buckets: one being gathered, one being sent (two with tensor transport).
 
-        An adapter that is sent alone is gathered as a whole, into memory that engines read.
+        An adapter that is sent alone is gathered as a whole, into a buffer that engines read.
         """
         if self.count.adapters is not None and served_adapter(self.args):
             size = adapter_bytes(self.args, self.count.adapters)
@@ -212,8 +212,8 @@ class Trainer:
     def _gathered(self, *, training: bool) -> list[Item]:
         """Return what FSDP gathers: all parameters on one rank, else two layers and the head.
 
-        With LoRA one rank copies layer by layer too, without a collective to prefetch the next by, and only
-        adapters have gradients.
+        With LoRA one rank also copies layer by layer, without prefetching the next one, and only adapters
+        have gradients.
         """
         if self._is_megatron:
             return []
@@ -238,11 +238,11 @@ class Trainer:
 
     @property
     def _base_in_fp8(self) -> bool:
-        """Whether the frozen base of a run with LoRA is held in FP8 blocks."""
+        """Return whether the frozen base of a LoRA run is stored in block-wise FP8."""
         return self.count.ranks[0].fp8_parameters > 0
 
     def _largest_matrix(self) -> int:
-        """Return the elements of the largest weight that one matmul takes: all experts are one."""
+        """Return the elements of the largest weight of one matmul; the experts of a layer count as one."""
         shape = self.shape
         widest = max(shape.ffn, shape.heads * shape.head_dim)
         return shape.hidden * max(widest, 2 * shape.expert_ffn * shape.num_experts)
@@ -252,7 +252,7 @@ class Trainer:
         return 0 if adapters is None else adapters.layer * adapters.rank
 
     def _gathered_layer(self) -> int:
-        """Return the elements of a layer that a rank gathers: of the experts those it computes."""
+        """Return the elements of a layer that a rank gathers, with only the experts it computes."""
         whole, ep = self.count.whole, self.sizes.ep
         sparse = self.count.ranks[0].moe_layers
         experts = whole.by_part.get("experts", 0) // sparse if sparse else 0
@@ -308,7 +308,7 @@ _BYTES = {"float32": 4, "fp32": 4, "float16": 2, "fp16": 2, "bf16": 2, "bfloat16
 
 
 def fp8_copy_bytes(args: Args, shape: Shape, rank: RankModel, tp: int) -> int:
-    """Return the bytes of the FP8 copies of linear weights, which live from step to step."""
+    """Return the bytes of the FP8 copies of linear weights, which persist between steps."""
     if not (uses_te(args) and args.fp8_format):
         return 0
     tables = rank.has_embedding + (rank.has_head and not (shape.tied and rank.has_embedding))
@@ -318,10 +318,10 @@ def fp8_copy_bytes(args: Args, shape: Shape, rank: RankModel, tp: int) -> int:
 
 def optimizer_bytes(args: Args, rank: RankModel) -> tuple[int, int]:
     """Return (master weights, moments) on the GPU, as the precision-aware optimizer keeps them."""
-    aware = args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
-    if not aware:
+    precision_aware = args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
+    if not precision_aware:
         return rank.master_bytes, rank.moment_bytes
-    # Of an fp32 master whose upper half is the bf16 weight only the lower 16 bits are kept.
+    # The upper half of an fp32 master is the bf16 weight, so only the lower 16 bits are stored.
     halved = args.store_param_remainders is not False or _size(args.main_params_dtype) == 2
     master = rank.master_bytes // 2 if halved else rank.master_bytes
     first, second = (_size(args.exp_avg_dtype), _size(args.exp_avg_sq_dtype))

@@ -22,7 +22,7 @@ from slime.config.peft_files import names_experts
 from slime.config.reward_types import check_grading, reward_type
 from slime.core.errors import ConfigError
 
-_OF_BOTH = ("expert_model_parallel_size",)  # flags of Megatron that FSDP honours too
+_FSDP_TOO = ("expert_model_parallel_size",)  # flags of Megatron that FSDP honours too
 # flag of the other trainer -> what to use instead of it
 _INSTEAD = {
     "recompute_granularity": "use --gradient-checkpointing",
@@ -62,7 +62,7 @@ def check_backend(draft: Draft) -> None:
     for name in draft.given_names():
         flag = all_flags()[name]
         owner = "megatron" if flag.family == "megatron" else flag.backend
-        owner = None if name in _OF_BOTH else owner
+        owner = None if name in _FSDP_TOO else owner
         if owner is not None and owner != backend:
             raise ConfigError(
                 f"{flag.option} belongs to --train-backend {owner}, this run uses {backend}: "
@@ -74,7 +74,7 @@ def check_backend(draft: Draft) -> None:
         )
     if draft["nccl_ub"] and draft["offload_train"]:
         raise ConfigError(
-            "--nccl-ub registers the gradients' memory with NCCL, and --offload-train gives that memory back "
+            "--nccl-ub registers the gradients' memory with NCCL, and --offload-train releases that memory "
             "every rollout: remove --nccl-ub, or add --no-offload-train"
         )
 
@@ -98,8 +98,8 @@ def check_algorithm(draft: Draft) -> None:
     later = draft["train_async"] or draft["update_weights_interval"] > 1
     if draft["keep_old_actor"] and later:
         raise ConfigError(
-            "--keep-old-actor: the weights have moved on when these samples are trained on: use "
-            "--use-rollout-logprobs, which has the log-probs of the weights that generated"
+            "--keep-old-actor: the weights are updated before these samples are trained on: use "
+            "--use-rollout-logprobs, the log-probs of the weights that generated them"
         )
     needed = draft["loss_type"] == "policy_loss" or draft["advantage_estimator"] == "ppo"
     own = draft["loss_type"] == "sft_loss" or draft["custom_advantage_function_path"]
@@ -140,12 +140,12 @@ def warn_single_sample_groups(draft: Draft) -> None:
 
 
 def check_distillation(draft: Draft) -> None:
-    """Check the teacher of --use-opd: where it runs, and that nothing else uses its address."""
+    """Check the teacher of --use-opd: where it runs, and that --rm-url is used for nothing else."""
     if not draft["use_opd"]:
         return
     served = draft["opd_type"] == "sglang"
     if draft["opd_type"] is None:
-        raise ConfigError("--use-opd needs the place of the teacher: --opd-type sglang or megatron")
+        raise ConfigError("--use-opd needs --opd-type: where the teacher runs, sglang or megatron")
     if draft["loss_type"] != "policy_loss":
         raise ConfigError(f"--use-opd needs --loss-type policy_loss, not {draft['loss_type']}")
     if served and not draft["rm_url"]:
@@ -181,7 +181,7 @@ def check_optimizer(draft: Draft, lr: str = "lr") -> None:
 
 
 def check_critic(draft: Draft) -> None:
-    """Check the critic's optimizer by the rules of the actor's, with the values that it has of its own."""
+    """Check the critic's own optimizer flags with the rules for the actor's."""
     own = draft["critic_overrides"]
     if not own:
         return
@@ -201,7 +201,7 @@ def check_critic(draft: Draft) -> None:
 
 
 def check_optimizer_kind(draft: Draft) -> None:
-    """Check flags that do not go with optimizers other than Adam."""
+    """Refuse flags that SGD or Muon does not support."""
     kind = draft["optimizer"]
     if kind == "adam":
         return
@@ -213,8 +213,8 @@ def check_optimizer_kind(draft: Draft) -> None:
             )
         if kind == "muon" and draft["fsdp_cpu_offload"]:
             raise ConfigError(
-                "--optimizer muon multiplies whole matrices, which --fsdp-cpu-offload would do on the CPU: "
-                "remove one of them"
+                "--optimizer muon needs matmuls of whole matrices, which --fsdp-cpu-offload would run on the "
+                "CPU: remove one of them"
             )
         return
     for name in ("use_distributed_optimizer", "overlap_param_gather", "optimizer_cpu_offload"):
@@ -295,7 +295,7 @@ def check_lengths(draft: Draft) -> None:
 
 
 def check_patterns(draft: Draft) -> None:
-    """Check the paths in which a rollout's number is filled in, and regular expressions."""
+    """Check path templates ({rollout_id}, {rank}) and regular expressions."""
     for name in ("only_train_params_name_list", "freeze_params_name_list"):
         for pattern in draft[name] or ():
             try:
@@ -320,9 +320,9 @@ def _check_pattern(draft: Draft, name: str, known: set[str]) -> None:
 
 
 def check_megatron_adapters(draft: Draft) -> None:
-    """Refuse what adapters, or those of experts, cannot have on Megatron."""
-    aware = draft["use_precision_aware_optimizer"]
-    if draft["lora_rank"] and draft["optimizer_cpu_offload"] and not aware:
+    """Refuse flags that Megatron does not support with LoRA, or with LoRA on experts."""
+    precision_aware = draft["use_precision_aware_optimizer"]
+    if draft["lora_rank"] and draft["optimizer_cpu_offload"] and not precision_aware:
         raise ConfigError(
             "--optimizer-cpu-offload with --lora-rank: megatron-core could not load such moments from a "
             "checkpoint: add --use-precision-aware-optimizer"

@@ -25,7 +25,7 @@ from slime.core.errors import ConfigError
 from slime.utils.addresses import port_of
 
 _ROUTER_OWNED = {
-    "router_api_key": "remove it: every run makes a key of its own",
+    "router_api_key": "remove it: every run generates its own key",
     "router_worker_urls": "remove it: slime registers its engines",
     "router_host": "set SLIME_HOST_IP to the address other nodes reach this one at",
     "router_port": "use --sglang-router-port",
@@ -45,7 +45,7 @@ def check_engine(draft: Draft) -> None:
 
 def _check_one(draft: Draft, *, updated: bool) -> None:
     """Check the options of one kind of engine; `updated`: whether it receives weights."""
-    _check_split(draft)
+    _check_disaggregation(draft)
     if draft["rollout_engine"] == "sglang":
         check_sglang(draft)
         if updated:
@@ -64,7 +64,7 @@ def _check_one(draft: Draft, *, updated: bool) -> None:
                 f"{flag.option} is not supported by the embedded engine: remove it, or use "
                 "--rollout-engine sglang"
             )
-    _check_served(draft)
+    _check_embedded_model(draft)
     algorithm = draft["sglang_speculative_algorithm"]
     if algorithm and algorithm.upper() != "NGRAM":
         raise ConfigError(
@@ -78,18 +78,18 @@ def _check_one(draft: Draft, *, updated: bool) -> None:
         )
 
 
-def _check_served(draft: Draft) -> None:
-    """Refuse what the embedded engine would refuse for this model only when it starts."""
+def _check_embedded_model(draft: Draft) -> None:
+    """Refuse options that the embedded engine would refuse for this model at its start."""
     config, algorithm = read_hf_config(draft), draft["sglang_speculative_algorithm"]
     if algorithm and has_linear_attention(config.get("model_type")):
         raise ConfigError(
             f"--sglang-speculative-algorithm {algorithm}: models of type {config['model_type']} have "
-            "recurrent layers, whose states the embedded engine cannot take back when a draft token is "
+            "recurrent layers, whose states the embedded engine cannot roll back when a draft token is "
             "rejected: remove it"
         )
 
 
-def _check_split(draft: Draft) -> None:
+def _check_disaggregation(draft: Draft) -> None:
     """Check engines that only prefill or only decode."""
     role = draft["sglang_disaggregation_mode"]
     if role not in ("prefill", "decode"):
@@ -100,7 +100,7 @@ def _check_split(draft: Draft) -> None:
             "--prefill-num-servers, or worker_type in the file of --sglang-config"
         )
     if draft["rollout_engine"] != "sglang":
-        raise ConfigError("the embedded engine does both in one: use --rollout-engine sglang")
+        raise ConfigError("the embedded engine has no disaggregation: use --rollout-engine sglang")
     if draft["sglang_disaggregation_transfer_backend"] == "fake":
         raise ConfigError(
             "--sglang-disaggregation-transfer-backend fake transfers no KV cache: use mooncake or nixl"
@@ -129,7 +129,7 @@ def _check_router(draft: Draft) -> None:
     for name in draft.given_names() if ip else ():
         if all_flags()[name].family == "router":
             draft.warn(
-                f"{all_flags()[name].option} has no effect with --sglang-router-ip: its owner chose its options"
+                f"{all_flags()[name].option} has no effect with --sglang-router-ip: that router keeps its own options"
             )
 
 
@@ -178,7 +178,7 @@ def check_external(draft: Draft) -> None:
 def _check_addresses(addresses: list[str]) -> None:
     option, seen = "--rollout-external-engine-addrs", set()
     for address in addresses:
-        place = _engine_place(address)
+        place = _host_and_port(address)
         if place is None:
             raise ConfigError(f"{option} {address}: write HOST:PORT, such as 10.0.0.1:30000")
         if place in seen:
@@ -186,7 +186,7 @@ def _check_addresses(addresses: list[str]) -> None:
         seen.add(place)
 
 
-def _engine_place(address: str) -> tuple[str, int] | None:
+def _host_and_port(address: str) -> tuple[str, int] | None:
     """Return host and port; None if the address is malformed."""
     try:
         parts = urlsplit(address if "://" in address else f"http://{address}")
@@ -216,13 +216,19 @@ def _check_sizes(draft: Draft) -> None:
             f"--rollout-num-gpus-per-engine {per_engine} does not fill whole nodes of "
             f"--num-gpus-per-node {per_node}: choose a multiple of it"
         )
-    for name in ("dp_size", "ep_size", "pp_size", "attn_dp_size", "moe_dense_tp_size"):
+    ranks, owner = per_engine, "an engine (--rollout-num-gpus-per-engine)"
+    for name in ("pp_size", "dp_size", "ep_size", "attn_dp_size", "moe_dense_tp_size"):
         size = draft[f"sglang_{name}"]
-        if size is not None and (size < 1 or per_engine % size):
+        if size is not None and (size < 1 or ranks % size):
             option = all_flags()[f"sglang_{name}"].option
             raise ConfigError(
-                f"{option} {size} does not divide the {per_engine} GPUs of an engine "
-                "(--rollout-num-gpus-per-engine): choose one that does"
+                f"{option} {size} does not divide the {ranks} GPU{'s' * (ranks > 1)} of {owner}: choose one "
+                "that does"
+            )
+        if name == "pp_size" and size is not None:  # the other sizes are inside a stage
+            ranks //= size
+            owner = (
+                f"a stage (--rollout-num-gpus-per-engine {per_engine} / --sglang-pp-size {size})"
             )
     dp_size = draft["sglang_dp_size"]
     if dp_size is not None and dp_size > 1 and not draft["sglang_enable_dp_attention"]:
@@ -243,7 +249,7 @@ def _warn_unused_router(draft: Draft) -> None:
 
 
 def _check_model(draft: Draft) -> None:
-    """Check what SGLang would only find while loading the weights, or after it."""
+    """Check what SGLang would report only while or after it loads the weights."""
     fraction = draft["sglang_mem_fraction_static"]
     if fraction is not None and not 0 < fraction < 1:
         raise ConfigError(
@@ -274,7 +280,7 @@ def _experts(config: dict[str, Any]) -> int | None:
 
 
 def _check_fp8(draft: Draft) -> None:
-    """Refuse FP8 that is not in blocks: SGLang transposes it after loading and cannot update it."""
+    """Refuse FP8 that is not block-wise: SGLang transposes it after loading and cannot update it."""
     declared = read_quantization(draft)
     method = declared.get("quant_method")
     if method not in ("fp8", "compressed-tensors") or declared.get("weight_block_size"):
@@ -283,8 +289,8 @@ def _check_fp8(draft: Draft) -> None:
         return
     if not draft["debug_rollout_only"]:
         raise ConfigError(
-            f"--hf-checkpoint {draft['hf_checkpoint']}: SGLang takes weight updates of FP8 in blocks only, "
-            "and this has one scale per channel or tensor: make one with tools/convert_hf_to_fp8.py "
+            f"--hf-checkpoint {draft['hf_checkpoint']}: SGLang can update block-wise FP8 only, and "
+            "this has one scale per channel or tensor: convert it with tools/convert_hf_to_fp8.py "
             "--strategy block, or use --rollout-engine slime"
         )
 

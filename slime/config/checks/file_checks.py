@@ -61,7 +61,7 @@ def _check_model(draft: Draft) -> None:
     if found and not draft["debug_rollout_only"]:
         raise ConfigError(
             f"--hf-checkpoint {folder} holds {found}, which slime does not train: give the model's bf16 "
-            "weights, from which tools/convert_hf_to_fp8.py makes FP8 weights where they are wanted"
+            "weights; tools/convert_hf_to_fp8.py converts them to FP8"
         )
 
 
@@ -89,13 +89,13 @@ def _check_packages(draft: Draft) -> None:
 
 
 def read_hf_config(draft: Draft) -> dict[str, Any]:
-    """Return the text model's part of config.json, read as plain JSON; empty if there is no file."""
+    """Return text_config of config.json, or all of it without one; empty if there is no file."""
     config = read_config_json(draft)
     return config.get("text_config", config)
 
 
 def read_quantization(draft: Draft) -> dict[str, Any]:
-    """Return quantization_config of config.json, which may be beside or in the text model's part."""
+    """Return quantization_config of config.json, from the top level or from text_config."""
     for config in (read_config_json(draft), read_hf_config(draft)):
         if isinstance(config.get("quantization_config"), dict):
             return config["quantization_config"]
@@ -103,7 +103,7 @@ def read_quantization(draft: Draft) -> dict[str, Any]:
 
 
 def foreign_quantization(declared: dict[str, Any]) -> str | None:
-    """Return what weights are that are neither FP8 nor MXFP4: "INT4 weights (...)"; None for those."""
+    """Describe weights that are neither FP8 nor MXFP4: "INT4 weights (...)"; None for other weights."""
     method, bits = declared.get("quant_method"), declared.get("bits")
     if method in (None, "fp8", "mxfp4"):
         return None
@@ -127,7 +127,7 @@ def read_config_json(draft: Draft) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--hf-checkpoint: {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"--hf-checkpoint: {path} does not hold a model's settings")
@@ -246,7 +246,7 @@ def check_writable(folder: str | Path, flag: str) -> None:
 
 
 def weight_files(folder: Path, flag: str) -> list[Path]:
-    """Return the safetensors files of a model: those its index names, all of them without an index."""
+    """Return the safetensors files of a model: those in its index, or all of them without an index."""
     index = folder / _INDEX
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
@@ -258,7 +258,7 @@ def weight_files(folder: Path, flag: str) -> list[Path]:
         ) from None
     for name in names:
         if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
-            raise ConfigError(f"{flag}: {index} names {name!r}, which is no file of its folder")
+            raise ConfigError(f"{flag}: {index} names {name!r}, which is not a file of its folder")
     return [folder / name for name in names]
 
 
@@ -280,7 +280,7 @@ def _problem(file: Path) -> str | None:
             ends = [
                 entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
             ]
-        except (ValueError, KeyError, TypeError, AttributeError):
+            expected = 8 + length + max(ends, default=0)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return "is not a safetensors file: its header cannot be read"
-    expected = 8 + length + max(ends, default=0)
-    return None if size == expected else f"has {size} bytes where its header says {expected}"
+    return None if size == expected else f"has {size} bytes, but its header says {expected}"

@@ -1,4 +1,4 @@
-"""Rules about nodes, GPUs and engines: what cannot be placed is refused before Ray starts."""
+"""Rules about nodes, GPUs and engines: refuse what cannot be placed before Ray starts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from slime.core.errors import ConfigError
 # Environment variables of a trainer rank that slime or Ray sets.
 _SET_BY_SLIME = {
     "CUDA_VISIBLE_DEVICES": "Ray gives every rank its GPU",
-    "MASTER_ADDR": "the ranks find each other",
-    "MASTER_PORT": "the ranks find each other",
+    "MASTER_ADDR": "rank 0 is the rendezvous",
+    "MASTER_PORT": "rank 0 is the rendezvous",
     "RANK": "slime numbers the ranks",
     "WORLD_SIZE": "slime counts the ranks",
     "LOCAL_RANK": "Ray gives every rank its GPU",
-    "SLIME_ENGINE_TOKEN": "every run makes its own",
+    "SLIME_ENGINE_TOKEN": "every run generates its own",
 }
 
 
@@ -37,7 +37,7 @@ def check_nodes(draft: Draft) -> None:
     if training > has and (draft.given("num_gpus_per_node") or several):
         raise ConfigError(
             f"--actor-num-gpus-per-node {training} is more than --num-gpus-per-node {has}: lower the "
-            "first, or say what a node has with the second"
+            "first, or set the second to the GPUs of a node"
         )
 
 
@@ -67,7 +67,7 @@ def check_machine(draft: Draft) -> None:
         return
     draft.lacking(
         f"this run needs {needed} GPUs ({_training(draft)} for training, {_engines_beside(draft)} beside "
-        f"them for rollout) and this machine has {has}: {_way_out(draft)}, or submit it to a Ray cluster "
+        f"them for rollout) and this machine has {has}: {_advice(draft)}, or submit it to a Ray cluster "
         "of more nodes (docs/scaling.md)"
     )
 
@@ -95,7 +95,7 @@ def _engines_beside(draft: Draft) -> int:
     return draft["rollout_num_gpus"]
 
 
-def _way_out(draft: Draft) -> str:
+def _advice(draft: Draft) -> str:
     if _training(draft) and _engines_beside(draft) and _training(draft) <= draft.gpus:
         return "add --colocate and remove --rollout-num-gpus, or lower one of them"
     return f"lower {option_of('actor_num_nodes')} x {option_of('actor_num_gpus_per_node')}"
@@ -104,8 +104,8 @@ def _way_out(draft: Draft) -> str:
 def _check_node_boundaries(draft: Draft) -> None:
     """Check that no engine spans a node boundary; GPUs go to the trainer first, then engine by engine."""
     per_node = draft["num_gpus_per_node"]
-    rehearsed = not draft.gpus and not draft.offline  # CPU processes, all on this machine
-    if draft["rollout_external"] or rehearsed:
+    cpu_only = not draft.gpus and not draft.offline  # CPU processes are all on this machine
+    if draft["rollout_external"] or cpu_only:
         return
     first = 0 if draft["colocate"] else _training(draft)
     sizes = draft["rollout_num_gpus"], draft["rollout_num_gpus_per_engine"]

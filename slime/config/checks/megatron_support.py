@@ -25,7 +25,7 @@ class Reason:
     flags: tuple[str, ...]
 
 
-# Values that request what slime does anyway, where that is not megatron-core's default.
+# Values that request what slime does anyway, although megatron-core has another default.
 WITHOUT_EFFECT: dict[str, Any] = {"attention_dropout": 0.0, "transformer_impl": "local"}
 
 # Refused at any other value than megatron-core's default.
@@ -102,7 +102,7 @@ REFUSED: tuple[Reason, ...] = (
         ),
     ),
     Reason(
-        why="weights are loaded, synchronized, checksummed, saved and put to sleep as bf16 tensors; "
+        why="weights are loaded, synchronized, checksummed, saved and offloaded as bf16 tensors; "
         "matmuls are in FP8 without it",
         flags=(
             "fp8_param", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "fp4_param_gather",
@@ -207,7 +207,7 @@ REFUSED: tuple[Reason, ...] = (
         flags=("disable_bf16_reduced_precision_matmul",),
     ),
     Reason(
-        why="its kernels are never switched on; engines have --sglang-enable-deterministic-inference",
+        why="its kernels are never enabled; engines have --sglang-enable-deterministic-inference",
         flags=("batch_invariant_mode",),
     ),
     Reason(
@@ -216,7 +216,7 @@ REFUSED: tuple[Reason, ...] = (
     ),
 )  # fmt: skip
 
-# Refused where TransformerEngine is not installed; with it they reach its layers.
+# Refused if TransformerEngine is not installed; otherwise passed to its layers.
 NEEDS_TE: tuple[str, ...] = (
     "transformer_impl", "fp8_format", "fp8_recipe", "fp8_margin", "fp8_amax_history_len",
     "fp8_amax_compute_algo", "fp8_wgrad", "tp_only_amax_red", "first_last_layers_bf16",
@@ -289,7 +289,7 @@ HARMLESS: tuple[Reason, ...] = (
 
 
 def check_megatron_flags(draft: Draft) -> None:
-    """Raise ConfigError for a flag that the user set to a value that would not be honoured."""
+    """Raise ConfigError for a flag that was set to a value that is not honoured."""
     refused = {name: reason.why for reason in REFUSED for name in reason.flags}
     for name in draft.given_names():
         if not asks_for_something(name, draft[name]):

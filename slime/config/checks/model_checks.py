@@ -20,10 +20,11 @@ from slime.config.flags.draft import Draft
 from slime.config.flags.registry import all_flags
 from slime.config.flags.spec import option_of
 from slime.config.installed import is_installed
+from slime.config.peft_files import names_experts
 from slime.core.errors import ConfigError
 
-# Megatron's flag -> its keys in config.json, of which the first present one counts
-_SAME = {
+# Megatron's flag -> its keys in config.json, the first present one counts
+_CONFIG_KEYS = {
     "num_layers": ("num_hidden_layers", "n_layer"),
     "hidden_size": ("hidden_size", "n_embd"),
     "num_attention_heads": ("num_attention_heads", "n_head"),
@@ -91,7 +92,7 @@ def check_fsdp_experts(draft: Draft, config: dict[str, Any]) -> None:
             f"--expert-model-parallel-size {ep} with --train-backend fsdp: the {experts} experts of a layer "
             f"are not a multiple of the {gpus} training GPUs: remove it, or train on another number of GPUs"
         )
-    if draft["lora_rank"] and any("experts" in name for name in draft["lora_target_modules"]):
+    if draft["lora_rank"] and any(map(names_experts, draft["lora_target_modules"])):
         raise ConfigError(
             f"--expert-model-parallel-size {ep} with --train-backend fsdp: experts with adapters are not "
             "spread over ranks: remove it, or remove experts from --lora-target-modules"
@@ -131,7 +132,7 @@ def check_spec(draft: Draft, config: dict[str, Any]) -> None:
 
 
 def _warn_about_name(draft: Draft, model_type: str | None) -> None:
-    """Say that --model-name does not choose the type of the model, if it names another."""
+    """Warn if --model-name names another type than config.json, which decides the type."""
     name = draft["model_name"]
     if name and model_type and _letters(family_of(model_type)) not in _letters(name):
         draft.warn(
@@ -146,7 +147,7 @@ def _letters(text: str) -> str:
 
 def check_against_config(draft: Draft, config: dict[str, Any]) -> None:
     """Check that flags of the architecture agree with config.json; flags not given follow it."""
-    for name, keys in _SAME.items():
+    for name, keys in _CONFIG_KEYS.items():
         key = next((key for key in keys if config.get(key) is not None), None)
         if key is None or (draft["multi_latent_attention"] and name in _NOT_WITH_MLA):
             continue
@@ -243,7 +244,7 @@ def check_mtp(draft: Draft, config: dict[str, Any]) -> None:
 
 
 def _mtp_layers(config: dict[str, Any]) -> int:
-    """Return how many the checkpoint has; MiMo has one, also where its config.json does not say so."""
+    """Return the number of MTP layers in the checkpoint; MiMo has one even if config.json has no count."""
     kind = config.get("model_type")
     if kind not in MTP:
         return 0
@@ -314,7 +315,7 @@ def check_replay(draft: Draft, config: dict[str, Any]) -> None:
 
 
 def _check_replayed_experts(draft: Draft, name: str) -> None:
-    """Refuse recomputing the routers alone with pipeline stages: they would not know their micro-batch."""
+    """Refuse recomputing the routers alone with pipeline stages: they cannot tell their micro-batch."""
     again = draft["recompute_granularity"] == "selective" and "moe" in (
         draft["recompute_modules"] or ()
     )
@@ -323,7 +324,7 @@ def _check_replayed_experts(draft: Draft, name: str) -> None:
         option = "--recompute-modules moe" if again else "--moe-layer-recompute"
         raise ConfigError(
             f"{option_of(name)} with {option} and --pipeline-model-parallel-size {pp}: several "
-            "micro-batches are under way when experts are computed again; use --recompute-granularity "
+            "micro-batches are in flight when experts are recomputed: use --recompute-granularity "
             "full"
         )
 
@@ -344,8 +345,8 @@ def _check_key_heads(draft: Draft, config: dict[str, Any]) -> None:
     muon = draft["optimizer"] in ("muon", "dist_muon") and draft["muon_split_qkv"] is not False
     if muon and tp > heads:
         raise ConfigError(
-            f"--tensor-model-parallel-size {tp} cuts the {heads} key heads of the model, and --optimizer "
-            f"{draft['optimizer']} orthogonalises queries, keys and values apart: add --muon-no-split-qkv"
+            f"--tensor-model-parallel-size {tp} splits the {heads} key heads of the model, and --optimizer "
+            f"{draft['optimizer']} orthogonalises queries, keys and values separately: add --muon-no-split-qkv"
         )
     if heads % tp and tp % heads:
         raise ConfigError(
@@ -381,7 +382,7 @@ def _check_layers(draft: Draft, config: dict[str, Any]) -> None:
 
 
 def _found(config: dict[str, Any], name: str) -> Any:
-    return next((config[key] for key in _SAME[name] if config.get(key) is not None), None)
+    return next((config[key] for key in _CONFIG_KEYS[name] if config.get(key) is not None), None)
 
 
 def _check_divides(draft: Draft, config: dict[str, Any], name: str, size: str) -> None:

@@ -1,4 +1,4 @@
-"""Which trainer takes which type of model, and what to use for a type that one of them does not."""
+"""Which trainer supports which model type, and what to use for a type it does not support."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LATENT = ("deepseek_v3", "glm4_moe_lite")  # multi-head latent attention
 _READ_AS = {"kimi_k2": "deepseek_v3"}
 _ROPES = ("default", "linear", "llama3", "yarn")
 _PACKED_LAYERS = {"full_attention", "sliding_attention"}
-# Text models with gated delta nets, for which both trainers have layers that know sample borders.
+# Text models with gated delta nets, for which both trainers have layers that respect sample boundaries.
 _DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 DELTA_OPTIONS = (
     "linear_conv_kernel_dim",
@@ -45,7 +45,7 @@ DELTA_OPTIONS = (
     "linear_num_key_heads",
     "linear_num_value_heads",
 )
-_ALWAYS_VISION = ("qwen3_vl", "qwen3_vl_moe")  # transformers has no model of their text alone
+_ALWAYS_VISION = ("qwen3_vl", "qwen3_vl_moe")  # transformers has no text-only model of them
 VISION = (*_ALWAYS_VISION, "qwen3_5", "qwen3_5_moe")  # models with a vision tower
 TOWER = "model.visual."  # prefix of the names of its tensors and modules
 _INDEXED = "its sparse attention, in which an indexer chooses the tokens that each token attends to, is missing"
@@ -67,7 +67,7 @@ def check_model_type(model_type: str) -> None:
 
 
 def check_fsdp_type(draft: Draft, config: dict[str, Any]) -> None:
-    """Refuse known types that the FSDP backend would refuse only after the start."""
+    """Refuse types that the FSDP backend would refuse only after the start."""
     model_type = config.get("model_type") or ""
     if has_linear_attention(model_type):
         check_delta_net(config)
@@ -103,7 +103,7 @@ def check_images(draft: Draft) -> None:
 
 
 def _megatron_obstacle(draft: Draft) -> str | None:
-    """Return which option of Megatron does not go with images."""
+    """Return why Megatron cannot train on images with these flags, or None."""
     if draft["apply_rope_fusion"] or draft["attention_backend"] in ("fused", "unfused", "flash"):
         return "positions in images need one angle per token: remove --apply-rope-fusion and --attention-backend"
     if draft["freeze_vision_tower"]:
@@ -147,7 +147,7 @@ def check_delta_net(config: dict[str, Any]) -> None:
     keys, values = (config.get(f"linear_num_{kind}_heads") for kind in ("key", "value"))
     problem = None
     if unknown:
-        problem = f"the option {unknown[0]} of linear attention, which slime does not know"
+        problem = f"the option {unknown[0]} of linear attention, which slime does not support"
     elif config.get("hidden_act", "silu") != "silu":
         problem = f"hidden_act {config['hidden_act']}: gated delta nets are trained with silu"
     elif config.get("attn_output_gate") is False:
@@ -192,7 +192,7 @@ def check_delta_layout(draft: Draft, config: dict[str, Any]) -> None:
 
 
 def has_linear_attention(model_type: str | None) -> bool:
-    """Return whether models of this type have gated delta nets, which must be told of sample borders."""
+    """Return whether models of this type have gated delta nets, which need sample boundaries."""
     return model_type in _DELTA_NETS or f"{model_type}_text" in _DELTA_NETS
 
 
@@ -252,7 +252,7 @@ def check_rope(model_type: str, rope_type: str) -> None:
 
 
 def _instead(model_type: str) -> str:
-    """Return a sentence on the other trainer that is true for this type."""
+    """Return what to use instead of the Megatron backend for this type, as a sentence."""
     if fsdp_refusal(model_type, padded=False) is None:
         return "Use --train-backend fsdp"
     never = fsdp_refusal(model_type, padded=True)

@@ -1,7 +1,7 @@
 """Rules about FP8, the precision of the optimizer's tensors, and kernels of installed packages.
 
 --attention-backend auto, local   slime's packed attention (torch's FlashAttention on a GPU)
---attention-backend flash         the package flash-attn through TransformerEngine where both are
+--attention-backend flash         the package flash-attn through TransformerEngine if both are
                                   installed, else slime's packed attention
 --attention-backend fused         cuDNN's, through TransformerEngine
 --attention-backend unfused       TransformerEngine's matmuls and softmax
@@ -23,7 +23,7 @@ _OF_DELAYED_SCALING = (
 )  # fmt: skip
 _FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 # Sizes in config.json -> the flag with the number of ranks that split them
-_CUT_BY = {
+_SPLIT_BY = {
     "hidden_size": None,
     "intermediate_size": "tensor_model_parallel_size",
     "moe_intermediate_size": "expert_tensor_parallel_size",
@@ -81,7 +81,7 @@ def _check_dtypes(draft: Draft) -> None:
 
 
 def check_fp8(draft: Draft, config: dict[str, Any]) -> None:
-    """Refuse FP8 that the card, CUDA or the model's sizes do not allow; `config` is config.json."""
+    """Refuse FP8 that the GPU, CUDA or the model's sizes do not support; `config` is config.json."""
     if not draft["fp8_format"]:
         for name in draft.given_names():
             if name.startswith("fp8_") and draft[name] is not None and draft[name] is not False:
@@ -106,7 +106,7 @@ def check_fp8(draft: Draft, config: dict[str, Any]) -> None:
 
 
 def fp8_refusal(recipe: str, capability: tuple[int, int] | None, cuda: str | None) -> str | None:
-    """Return why a GPU cannot compute in this recipe, None if it can or nothing is known of it."""
+    """Return why a GPU cannot compute in this recipe, None if it can or is unknown."""
     if capability is None:
         return None
     card = f"compute capability {capability[0]}.{capability[1]}"
@@ -133,10 +133,10 @@ def fp8_refusal(recipe: str, capability: tuple[int, int] | None, cuda: str | Non
 def _check_sizes(draft: Draft, config: dict[str, Any], recipe: str) -> None:
     """Check that rows have a multiple of 16 entries, with mxfp8 of 32, as FP8 matmuls need."""
     unit = 32 if recipe == "mxfp8" else 16
-    for key, cut in _CUT_BY.items():
-        size, ranks = config.get(key), draft[cut] if cut else 1
+    for key, axis in _SPLIT_BY.items():
+        size, ranks = config.get(key), draft[axis] if axis else 1
         if isinstance(size, int) and size % (unit * (ranks or 1)):
-            over = f" over {option_of(cut)} {ranks}" if cut and ranks and ranks > 1 else ""
+            over = f" over {option_of(axis)} {ranks}" if axis and ranks and ranks > 1 else ""
             raise ConfigError(
                 f"--fp8-format: {key} {size} of the model{over} is not a multiple of {unit}, which FP8 "
                 "matmuls need: remove it"
@@ -233,9 +233,9 @@ def check_flex_dispatcher(draft: Draft) -> None:
             f"{option}: remove one"
         )
     if not is_installed("deep_ep"):
-        asked = "--moe-enable-deepep" if draft["moe_enable_deepep"] else option
+        flag = "--moe-enable-deepep" if draft["moe_enable_deepep"] else option
         draft.lacking(
-            f"{asked} needs the package deep_ep, which is not installed: install DeepEP, or use "
+            f"{flag} needs the package deep_ep, which is not installed: install DeepEP, or use "
             "--moe-token-dispatcher-type alltoall without --moe-enable-deepep"
         )
     ep, etp = draft["expert_model_parallel_size"], draft["expert_tensor_parallel_size"]

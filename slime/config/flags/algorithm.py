@@ -43,7 +43,7 @@ class Algorithm:
     )
     eps_clip_c: float | None = flag(
         None,
-        "dual clip: where the advantage is negative, the loss is at most this times |advantage|",
+        "dual clip: if the advantage is negative, the loss is at most this times |advantage|",
         above=1,
         unless=(_SFT, equals("advantage_estimator", "cispo")),
     )
@@ -245,5 +245,5 @@ class Sft:
     """Supervised fine-tuning."""
 
     loss_mask_type: Literal["qwen", "qwen3", "distill_qwen"] = flag(
-        "qwen", "chat format, by which the trained tokens of a conversation are found"
+        "qwen", "chat format of conversations, which decides the tokens that are trained"
     )

@@ -29,7 +29,7 @@ _RESULTS = (
 
 
 class Draft:
-    """Defaults, overlaid by what the user gave; `derive` fills in the rest, `checks` raise.
+    """Defaults, overridden by what the user gave; `derive` fills in the rest, `checks` raise.
 
     `draft["lr"]` is the value so far, `draft.given("lr")` says whether the user set it; a name that
     is no flag raises KeyError. `gpus` is what this machine has; with `cluster` there is a Ray cluster
@@ -92,7 +92,7 @@ class Draft:
         self.warnings.append(message)
 
     def lacking(self, message: str) -> None:
-        """Raise ConfigError about what this machine does not have; with `offline` only warn."""
+        """Raise ConfigError about what this machine lacks; with `offline` only warn."""
         if not self.offline:
             raise ConfigError(message)
         self.warn(message)

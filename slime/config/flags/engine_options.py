@@ -29,8 +29,8 @@ OWNED: dict[str, str] = {
     "base_gpu_id": "remove it: Ray assigns the GPUs",
     "gpu_id_step": "remove it: Ray assigns the GPUs",
     "enable_memory_saver": "use --offload-rollout, which --colocate implies",
-    "admin_api_key": "remove it: every run makes a key of its own",
-    "api_key": "remove it: every run makes a key of its own",
+    "admin_api_key": "remove it: every run generates its own key",
+    "api_key": "remove it: every run generates its own key",
     "ssl_keyfile": "remove it: engines speak plain HTTP inside the cluster",
     "ssl_certfile": "remove it: engines speak plain HTTP inside the cluster",
     "is_embedding": "remove it: training needs a model that generates",
@@ -55,12 +55,12 @@ def known_version(installed: str) -> str:
 def sglang_argv(values: dict[str, Any], installed: str) -> Argv:
     """Return the server's options for --sglang-* values by name (without the prefix)."""
     version = known_version(installed)
-    values = _together(dict(values), version)
+    values = _merge_attention_dp(dict(values), version)
     return [part for name, value in values.items() for part in _spell(name, value, version)]
 
 
-def _together(values: dict[str, Any], version: str) -> dict[str, Any]:
-    """Translate options that are two in one version and one in the other."""
+def _merge_attention_dp(values: dict[str, Any], version: str) -> dict[str, Any]:
+    """Translate options that are one option in one version and two in the other."""
     if version == "0.5.16" and "attn_dp_size" in values:
         values |= {"dp_size": values.pop("attn_dp_size"), "enable_dp_attention": True}
     elif version != "0.5.16" and values.get("enable_dp_attention"):
@@ -203,7 +203,7 @@ HARMLESS: dict[str, str] = {
     "decode_log_interval": "lines in the engine's log",
     "stream_interval": "size of the chunks of a streamed response",
     "skip_server_warmup": "the server answers once it is ready",
-    "watchdog_timeout": "slime watches its engines (--rollout-health-check-timeout)",
+    "watchdog_timeout": "slime monitors its engines (--rollout-health-check-timeout)",
 }
 
 EMBEDDED_OPTIONS: dict[str, Support] = {

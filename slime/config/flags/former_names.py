@@ -1,7 +1,7 @@
 """What to type instead of options and values that other versions have and this one does not.
 
-The text completes "there is no flag NAME: ..." and is asked before any similar name is suggested. An option
-that can be honoured belongs among the flags, not here.
+The text completes "there is no flag NAME: ..." and takes precedence over similar names. An option that can be
+honoured belongs among the flags, not here.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ FORMER_VALUES: dict[tuple[str, str], str] = {
     (
         "--loss-mask-type",
         "qwen3_5",
-    ): "no model of type qwen3_5 is trained; qwen3 reads every ChatML "
-    "template that keeps the thinking of a last turn",
+    ): "use qwen3, which reads every ChatML template that keeps the thinking of a last turn",
     (
         "--router-policy",
         "consistent_hashing",

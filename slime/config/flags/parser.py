@@ -81,9 +81,9 @@ AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | Non
 def read_custom_arguments(
     add: AddArguments, argv: list[str], configured: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the options that `add` declares, with defaults, and the other words.
+    """Return the values of the options that `add` declares, with defaults, and the remaining arguments.
 
-    Values that --config has of them replace their defaults.
+    `configured`, their values in the file of --config, replaces their defaults.
     """
     parser = _Parser(prog=_program(), add_help=False, allow_abbrev=False)
     parser = add(parser) or parser
@@ -92,8 +92,8 @@ def read_custom_arguments(
         if taken or action.dest in all_flags():
             flag = options()[taken[0]] if taken else all_flags()[action.dest]
             raise ConfigError(
-                f"add_custom_arguments: {(action.option_strings or [action.dest])[0]} is the flag "
-                f"{flag.option} already: choose another name"
+                f"add_custom_arguments: {(action.option_strings or [action.dest])[0]} is already the flag "
+                f"{flag.option}: choose another name"
             )
     parser.set_defaults(**configured or {})
     known, rest = parser.parse_known_args(argv)
@@ -106,7 +106,7 @@ def load_mapping(path: str, option: str) -> dict[Any, Any]:
         raise ConfigError(f"{option}: {path} does not exist")
     try:
         content = yaml.load(Path(path).read_text(), Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # not UTF-8, 2026-13-01, [[[...
         raise ConfigError(f"{option}: {path} is not YAML: {_one_line(error)}") from None
     if content is None:
         return {}
@@ -122,7 +122,7 @@ class _Parser(argparse.ArgumentParser):
 
 @cache
 def _parser(*, help_all: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of all flags; without `help_all` its help has slime's own only."""
+    """Return the parser of all flags; without `help_all` its help lists slime's own only."""
     parser = _Parser(
         prog=_program(),
         usage="%(prog)s [--config FILE] [--flag value ...]",
@@ -216,7 +216,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _one_line(error: yaml.YAMLError) -> str:
+def _one_line(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     where = f"line {mark.line + 1}: " if mark is not None else ""
     return where + (getattr(error, "problem", None) or str(error))
@@ -248,7 +248,7 @@ def convert(flag: Flag, raw: Any, where: str) -> Any:
 def _convert_one(flag: Flag, raw: Any, where: str) -> Any:
     try:
         value = _READERS[flag.kind](raw)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         hint = f": {error}" if flag.kind == "json" else ""
         raise ConfigError(
             f"{where}: {_shown(flag, raw)} is not {_WANTED[flag.kind]}{hint}"

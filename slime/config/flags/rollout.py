@@ -40,7 +40,7 @@ class Rollout:
         1.0,
         "sampling temperature",
         above=0,
-        hint="training needs samples, not the likeliest token; --eval-temperature 0 makes evaluations "
+        hint="training needs samples, not the most likely token; --eval-temperature 0 makes evaluations "
         "greedy",
     )
     rollout_top_p: float = flag(
@@ -52,14 +52,14 @@ class Rollout:
     )
     rollout_top_k: int = flag(
         -1,
-        "sample from the k likeliest tokens; -1: from all. Log-probs as with --rollout-top-p",
+        "sample from the k most likely tokens; -1: from all. Log-probs as with --rollout-top-p",
         min=1,
         special=-1,
     )
     rollout_max_context_len: int | None = flag(
         None,
         "maximum tokens of prompt and response together; default: the model's context length "
-        "where --rollout-max-response-len is not given",
+        "if --rollout-max-response-len is not given",
     )
     rollout_max_prompt_len: int | None = flag(
         None, "maximum tokens of a prompt; longer prompts are removed from the data", min=1
@@ -77,7 +77,7 @@ class Rollout:
     over_sampling_batch_size: int = flag(
         None,
         "prompts taken from the data source at a time, whenever kept and running groups together "
-        "are fewer than --rollout-batch-size; once the batch is full the other groups are aborted "
+        "are fewer than --rollout-batch-size; once the batch is full, running groups are aborted "
         "and go back to the data source. Default: --rollout-batch-size. Fully asynchronous rollouts: maximum "
         "number of running groups; default: --rollout-batch-size x (--max-weight-staleness + 1)",
         unless=_SFT,
@@ -132,18 +132,18 @@ class Rollout:
     )
     prefill_num_servers: int | None = flag(
         None,
-        "engines that only prefill; the others only decode (SGLang's PD disaggregation)",
+        "engines that only prefill; the remaining ones only decode (SGLang's PD disaggregation)",
         min=1,
         excludes="sglang_config",
     )
     sglang_router_ip: str | None = flag(
         None,
-        "address of a running sglang-router, at --sglang-router-port, to register the engines with "
-        "and send requests to; default: slime starts its own",
+        "address of a running sglang-router (port: --sglang-router-port) that the engines register with "
+        "and that gets all requests; default: slime starts its own",
     )
     sglang_router_port: int | None = flag(
         None,
-        "port of that router; without --sglang-router-ip, of the router that slime starts",
+        "port of the router at --sglang-router-ip, or of the one that slime starts",
         min=1,
         max=65535,
     )
@@ -199,7 +199,7 @@ class Data:
     )
     allowed_local_media_path: str | None = flag(
         None,
-        "folder below which rows may name images, besides that of their data file; / allows all files",
+        "folder from which rows may load images, besides the folder of their data file; / allows all files",
         needs="multimodal_keys",
     )
     rollout_batch_size: int = flag(
@@ -214,7 +214,7 @@ class Eval:
 
     eval_interval: int | None = flag(
         None,
-        "rollouts between two evaluations; one follows the last rollout too",
+        "rollouts between two evaluations; another one follows the last rollout",
         min=1,
         unless=is_set("debug_train_only", note="which starts no engine"),
     )
@@ -302,7 +302,7 @@ class Reward:
         "reward curves with other frameworks; `strict_box` also has dapo read the last \\boxed{}",
     )
     reward_key: str | None = flag(
-        None, "key of the reward, where the reward function returns a dictionary"
+        None, "key of the reward, if the reward function returns a dictionary"
     )
     eval_reward_key: str | None = flag(
         None, "the same for evaluations; default: --reward-key", needs="eval_interval"
@@ -319,7 +319,7 @@ class Reward:
     )
     allow_unsandboxed_code: bool = flag(
         False,
-        "run programs that the model wrote, and graders, without a sandbox: only with limits of "
+        "run programs that the model wrote, and graders, without a sandbox, limited only in "
         "time and memory",
     )
     custom_rm_path: str | None = flag(
@@ -329,7 +329,7 @@ class Reward:
     )
     reward_num_threads: int = flag(
         32,
-        "calls of a --custom-rm-path that is no async function which run at once, each in a thread",
+        "concurrent calls of a --custom-rm-path that is not async, each in a thread",
         min=1,
     )
     custom_reward_post_process_path: str | None = flag(

@@ -51,7 +51,7 @@ class Mode:
     )
     rollout_engine: Literal["auto", "sglang", "slime"] = flag(
         "auto",
-        "inference engine: sglang, or slime's embedded one; auto uses sglang where it is "
+        "inference engine: sglang, or slime's embedded one; auto uses sglang if it is "
         "installed and there is a GPU",
     )
     config: str | None = flag(
@@ -109,8 +109,8 @@ class Cluster:
     )
     rollout_num_gpus: int = flag(
         None,
-        "total GPUs for inference; default: the training GPUs (--colocate) where there are GPUs, "
-        "else one engine",
+        "total GPUs for inference; default: the training GPUs (--colocate), "
+        "or one engine without GPUs",
         min=0,
     )
     rollout_num_gpus_per_engine: int = flag(
@@ -132,7 +132,7 @@ class Cluster:
         False, "release the engines' GPU memory while the trainer works; on with --colocate"
     )
     distributed_backend: Literal["nccl", "gloo"] = flag(
-        "nccl", "collective backend of the trainer; gloo where there is no GPU"
+        "nccl", "collective backend of the trainer; gloo without GPUs"
     )
     distributed_timeout_minutes: int = flag(10, "timeout of one collective operation", min=1)
     train_env_vars: dict[str, str] = flag(
@@ -163,19 +163,19 @@ class Weights:
     )
     update_weight_disk_keep_files: bool = flag(
         False,
-        "keep the weights of every update; without it only the newest ones",
+        "keep the weights of every update instead of the newest ones only",
         needs=equals("update_weight_transport", "disk"),
     )
     update_weight_mode: Literal["full", "delta"] = flag(
         "full",
-        "what an update sends: all weights; delta is for command lines of other versions",
+        "every update sends all weights; delta is accepted for scripts of other versions",
         ignored=_ALL_SENT,
     )
     update_weight_delta_encoding: str | None = flag(None, "", ignored=_ALL_SENT)
     update_weight_delta_checksum: str | None = flag(None, "", ignored=_ALL_SENT)
     update_weight_local_checkpoint_dir: str | None = flag(None, "", ignored=_ALL_SENT)
     check_weight_update_equal: bool = flag(
-        True, "after every update, compare checksums of what the engines hold with what was sent"
+        True, "after every update, compare checksums of the engines' weights with what was sent"
     )
 
 
@@ -248,7 +248,7 @@ class Tracking:
     log_samples: int = flag(
         8,
         "samples of each rollout and of each evaluation dataset whose text and tokens the run folder "
-        "keeps; the numbers of all samples are kept in any case",
+        "keeps; it keeps the numbers of all samples",
         min=0,
     )
     save_debug_rollout_data: str | None = flag(
@@ -286,11 +286,11 @@ class Checks:
     ci_test: bool = flag(
         False,
         "end the run with an error if the engine's and the trainer's log-probs differ, or if the KL to the "
-        "reference (--use-kl-loss) is not 0 in the first rollout where that is one step",
+        "reference (--use-kl-loss) is not 0 in a first rollout of one step",
         unless=NO_TRAINER,
     )
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
-        0.1, "largest mean distance of these log-probs", min=0, needs="ci_test"
+        0.1, "largest mean absolute difference of these log-probs", min=0, needs="ci_test"
     )
     ci_disable_kl_checker: bool = flag(False, "do not check the KL", needs="ci_test")
     ci_save_grad_norm: str | None = flag(
@@ -298,6 +298,6 @@ class Checks:
     )
     ci_load_grad_norm: str | None = flag(
         None,
-        "file of --ci-save-grad-norm from which the norms may differ by 5 percent",
+        "file of --ci-save-grad-norm; a norm that differs by more than 5 percent ends the run",
         needs="ci_test",
     )

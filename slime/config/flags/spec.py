@@ -46,14 +46,14 @@ class Condition:
 
 
 def is_set(name: str, note: str = "") -> Condition:
-    """Hold where the flag is on, or has a value other than None, 0 and the empty text."""
+    """Hold if the flag is on, or has a value other than None, 0 and the empty text."""
     return Condition(
         names=(name,), holds=lambda values: bool(values[name]), text=option_of(name), note=note
     )
 
 
 def equals(name: str, *choices: str, note: str = "") -> Condition:
-    """Hold where the flag has one of these values."""
+    """Hold if the flag has one of these values."""
     return Condition(
         names=(name,),
         holds=lambda values: values[name] in choices,
@@ -63,7 +63,7 @@ def equals(name: str, *choices: str, note: str = "") -> Condition:
 
 
 def differs(name: str, default: str) -> Condition:
-    """Hold where the flag has any other value, such as a function of the user's."""
+    """Hold if the flag has any other value, such as a function of the user's."""
     return Condition(
         names=(name,),
         holds=lambda values: values[name] != default,
@@ -94,14 +94,14 @@ class Flag:
     many: bool = False  # takes one or more values
     secret: bool = False
     backend: Backend | None = None  # only this trainer honours it
-    versions: tuple[str, ...] = ()  # of the package it was read from, where several were read
+    versions: tuple[str, ...] = ()  # of the package that have this flag, if several were read
     sets: tuple[str, ...] = ()  # fields of Megatron's configs, as "OptimizerConfig.lr"
     min: float | None = None
     above: float | None = None  # like `min`, but the bound itself is not allowed
     max: float | None = None
     special: int | None = None  # a value allowed beside the bounds
     hint: str = ""  # what the message about a value out of bounds adds
-    required: str = ""  # what to give where the flag is missing; empty: it may be missing
+    required: str = ""  # what to give if the flag is missing; empty: the flag is optional
     excludes: str | None = None  # the flag that cannot be given together with this one
     requires: Condition | None = None  # without it the flag is an error
     needs: Condition | None = None  # without it the flag has no effect
@@ -262,7 +262,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _similarity(name: str, other: str) -> float:
-    """Return how similar two names are, between 0 and 1; 0 where a word has no counterpart."""
+    """Return how similar two names are, between 0 and 1; 0 if a word has no counterpart."""
     words, others = (sorted(filter(None, re.split("[-_]", text))) for text in (name, other))
     if "".join(re.split("[-_]", name)) == "".join(re.split("[-_]", other)):
         return 1.0

@@ -79,7 +79,7 @@ class Model:
     )
     megatron_config_path: str | None = flag(
         None,
-        "YAML file with flags of the actor, the critic or the reference alone, such as critic: {lr: 1.0e-5}",
+        "YAML file with flags for the actor, the critic or the reference only, such as critic: {lr: 1.0e-5}",
     )
     custom_megatron_init_path: str | None = flag(
         None, "fn(args), called after Megatron is initialised", backend="megatron"
@@ -177,9 +177,7 @@ class Batches:
         "number of rollouts; or give --num-epoch; 0 with --debug-rollout-only: evaluate only",
         min=0,
     )
-    num_epoch: int | None = flag(
-        None, "passes over the data; --num-rollout, where both are given, counts", min=1
-    )
+    num_epoch: int | None = flag(None, "passes over the data; --num-rollout overrides it", min=1)
     start_rollout_id: int | None = flag(
         None,
         "number of the first rollout; default: the one after the loaded checkpoint's, else 0",
@@ -187,8 +185,8 @@ class Batches:
     )
     global_batch_size: int = flag(
         None,
-        "samples per optimizer step (trajectories, where an agent returns several samples of one); rollout-batch-size x n-samples-per-prompt = "
-        "global-batch-size x num-steps-per-rollout",
+        "samples per optimizer step (trajectories, if an agent returns several samples of one); "
+        "rollout-batch-size x n-samples-per-prompt = global-batch-size x num-steps-per-rollout",
         min=1,
     )
     num_steps_per_rollout: int = flag(None, "optimizer steps per rollout", min=1)
@@ -283,8 +281,7 @@ class Checkpoint:
 
     ref_load: str | None = flag(
         None,
-        "checkpoint of the reference model; the actor starts from it when --load is empty or "
-        "absent",
+        "checkpoint of the reference model; the actor starts from it if --load is empty or missing",
     )
     ref_ckpt_step: int | None = flag(
         None,
@@ -293,7 +290,7 @@ class Checkpoint:
         requires=is_set("ref_load", note="give the folder of the checkpoints"),
     )
     load: str | None = flag(
-        None, "checkpoint folder to resume from; a new run starts where it is empty or absent"
+        None, "checkpoint folder to resume from; if it is empty or missing, a new run starts"
     )
     ckpt_step: int | None = flag(
         None,
@@ -309,7 +306,7 @@ class Checkpoint:
         None,
         "rollouts between two checkpoints; default: only after the last rollout. SIGTERM, SIGHUP "
         "and Ctrl-C save too: a running training step is finished first, a running generation or "
-        "evaluation is dropped",
+        "evaluation is aborted",
         min=1,
         requires=is_set("save", note="give the folder for checkpoints"),
     )

@@ -35,7 +35,7 @@ from slime.engine.state_cache import StateCache
 
 SOURCE = Path(__file__).with_name("cpu.c")
 _P, _L, _F = c_void_p, c_long, c_float
-_FEW_ROWS = 32  # up to which adapters are faster in one C kernel than in BLAS, call by call
+_FEW_ROWS = 32  # up to so many rows one C kernel for adapters is faster than several BLAS calls
 _SIGNATURES = {
     "add_rms_norm": [_P, _P, _P, _P, _L, _L, _F, _F],
     "rope_store": [_P, _L, _L, _L, _L, _P, _P, _P, _P, _F, _P, _P, _P, _P, _L, _L, _P, _P],
@@ -193,7 +193,7 @@ class CpuKernels:
         layer: int,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Take one token of each row; steps on a CPU have a plan and do not come here."""
+        """Continue each row by one token; the runners on a CPU pass a StatePlan and do not call this."""
         out, state = continue_tokens(inputs, weight, heads, states.read(layer, rows.long()))
         states.write(layer, rows.long(), state)
         return out

@@ -1,7 +1,7 @@
 """Launches the Triton kernels: shapes become grids and block sizes. Importing it requires Triton."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
-# Triton's launch arguments are typed `constexpr`; numbers are what one passes.
+# Triton types launch arguments as `constexpr`, but callers pass numbers.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from slime.engine.state_cache import StateCache
 
 _LOG2E = math.log2(math.e)
 _PROGRAMS = 1024  # of a decode attention launch: several per SM
-_MOST_SPLITS = 32
+_MAX_SPLITS = 32
 _VOCAB_BLOCK = 1024  # vocabulary entries per block
 _BLOCKS_PER_PROGRAM = 4
 TILE = 64  # queries per program of prefill attention
@@ -305,9 +305,9 @@ def _attend_tiles(
 
 
 def choose_splits(programs: int) -> int:
-    """Return over how many programs the KV cache of a request is split: more for small batches."""
+    """Return how many programs split the KV cache of a request: more for small batches."""
     wanted = -(-_PROGRAMS // max(programs, 1))
-    return min(triton.next_power_of_2(wanted), _MOST_SPLITS)
+    return min(triton.next_power_of_2(wanted), _MAX_SPLITS)
 
 
 @functools.cache

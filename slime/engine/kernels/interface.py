@@ -24,9 +24,9 @@ class Tokens:
     positions: torch.Tensor  # [T] int32
     rows: torch.Tensor  # [T] int32
     tiles: torch.Tensor | None = None  # [N, 2] int32: first token and count of runs of one request
-    adapters: AdapterRows | None = None  # None: the base alone
-    # How recurrent layers cut the tokens; None: tokens of a row stand side by side, and `continue_rows`
-    # finds out by itself, in a CUDA graph.
+    adapters: AdapterRows | None = None  # None: base model only
+    # How recurrent layers group the tokens. None (in CUDA graphs): tokens of a row are contiguous, and
+    # `continue_rows` finds the groups itself.
     states: StatePlan | None = None
     angles: torch.Tensor | None = None  # [T] int32: rows of the RoPE table; None: `positions`
     rope: torch.Tensor | None = None  # [T, 3] int64, RoPE positions of a forward with images
@@ -35,23 +35,23 @@ class Tokens:
 
 @dataclass(kw_only=True, eq=False)
 class ImageInputs:
-    """The hidden states of the I image tokens of a forward, and what is added to them behind the first layers."""
+    """Embeddings of the I image tokens of a forward, and DeepStack features to add after the first layers."""
 
-    at: torch.Tensor  # [I] int64, which of the tokens they are
+    at: torch.Tensor  # [I] int64, their indices among the tokens
     embeddings: torch.Tensor  # [I, H]
     deepstack: list[torch.Tensor]  # [I, H] for each of the first layers
 
 
 @dataclass(kw_only=True, eq=False)
 class AdapterRows:
-    """Which tokens of a forward have which adapter.
+    """The adapter of each token of a forward.
 
     Three tokens, the last two with the adapter in slot 4::
 
         slots = [-1, 4, 4]   groups = [(4, [1, 2])]
     """
 
-    slots: torch.Tensor  # [T] int32, -1: the base alone
+    slots: torch.Tensor  # [T] int32, -1: base model only
     groups: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # for plain torch
     fixed: bool = False  # matmuls over all tokens, whatever the groups
 
@@ -68,7 +68,7 @@ class LoraWeights:
     widths: tuple[int, ...]  # output columns of each of the n linears
     scales: torch.Tensor  # [S] float32
     ranks: np.ndarray  # [S, n] int32, 0 where an adapter has nothing
-    joined: Affine | None = None  # the base's weight and `a` below it; None where they are apart
+    joined: Affine | None = None  # the base's weight with `a` below it; None if they are separate
 
 
 @dataclass(kw_only=True, eq=False)
@@ -83,7 +83,7 @@ class ExpertLora:
 
 @dataclass(kw_only=True, eq=False)
 class LayerLora:
-    """The adapters of the experts of one layer; None where a parameter takes none."""
+    """The adapters of the experts of one layer; None for a parameter without adapters."""
 
     gate_up: ExpertLora | None
     down: ExpertLora | None
@@ -128,7 +128,7 @@ class QueryKeyNorm:
     query: torch.Tensor  # [dim]
     key: torch.Tensor
     eps: float
-    # Which weight belongs to each dimension of a head; such weights are stored minus one.
+    # Index of the weight of each dimension of a head; such weights are stored minus one.
     order: torch.Tensor | None = None
 
     def plain(self) -> QueryKeyNorm:
@@ -242,7 +242,7 @@ class Kernels(Protocol):
     ) -> None:
         """Apply QK norm and RoPE to queries and keys in place; store keys and values in their pages.
 
-        A token is rotated by the row `tokens.angles` of the table, if given, and not by its position.
+        The row of the RoPE table is `tokens.angles` if given, else the position.
         """
         ...
 
@@ -255,11 +255,11 @@ class Kernels(Protocol):
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Causal attention of each query over its row of the page table: [T, num_query * dim]."""
+        """Return causal attention of each query over its row of the page table: [T, num_query * dim]."""
         ...
 
     def gate_heads(self, x: torch.Tensor, gates: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return x [T, heads * dim] * sigmoid(gate); in `gates` each head has dim other columns before it."""
+        """Return x [T, heads * dim] * sigmoid(gate); in `gates` the gate of each head follows dim other columns."""
         ...
 
     def add_gated(self, x: torch.Tensor, gate: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,10 @@ from slime.engine.kernels.interface import AdapterRows, LoraWeights
 
 
 def group_rows(slots: np.ndarray, device: torch.device, *, fixed: bool) -> AdapterRows | None:
-    """Group the tokens of a forward by the slot of their adapter; None if all take the base alone.
+    """Group the tokens of a forward by the slot of their adapter; None if no token has one.
 
     With `fixed` every matmul is over all tokens, whose number is the same in every forward, so that a
-    token's result does not depend on the adapters of the others, bit for bit.
+    token's result does not depend, bit for bit, on the adapters of other tokens.
     """
     used = np.unique(slots)
     used = used[used >= 0].tolist()
@@ -24,15 +24,15 @@ def group_rows(slots: np.ndarray, device: torch.device, *, fixed: bool) -> Adapt
 
 
 def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: AdapterRows) -> None:
-    """Add B(A(x) * scale) to the rows of `out` that have an adapter; the others are not touched."""
+    """Add B(A(x) * scale) to the rows of `out` that have an adapter, leaving other rows untouched."""
     target = out if out.ndim == 2 else out[0]  # the first of split-K partial sums
     most = weights.b.shape[2]
     for slot, index in rows.groups:
         ranks = weights.ranks[slot].tolist()
         if not any(ranks):
             continue
-        everyone = len(index) == len(x) and not rows.fixed
-        chosen = x if everyone or rows.fixed else x.index_select(0, index)
+        all_rows = len(index) == len(x) and not rows.fixed
+        chosen = x if all_rows or rows.fixed else x.index_select(0, index)
         low = F.linear(chosen, weights.a[slot]).mul_(weights.scales[slot])  # [rows, n * R]
         end = 0
         for part, (width, rank) in enumerate(zip(weights.widths, ranks, strict=True)):
@@ -41,7 +41,7 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: Ada
                 continue
             left = low[:, part * most : part * most + rank]
             b = weights.b[slot, start:end, :rank]
-            if everyone:
+            if all_rows:
                 target[:, start:end].addmm_(left, b.t())
                 continue
             delta = F.linear(left, b)

@@ -31,9 +31,9 @@ def decode_kernel(
     DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One key head of one request with all query heads that share it, over one split of its positions.
+    """Attend with all query heads that share one key head of one request, over one split of its positions.
 
-    Heads of a request are neighbouring programs: what they read is contiguous.
+    The heads of a request are adjacent programs, so they read contiguous memory.
     """
     if PDL:
         pdl_wait()
@@ -99,7 +99,7 @@ def combine_kernel(
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of one query head."""
+    """Combine the partial sums of one query head."""
     if PDL:
         pdl_wait()
     token = tl.program_id(0)
@@ -136,7 +136,7 @@ def prefill_kernel(
     TILE: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Consecutive tokens of one request, one query head."""
+    """Attend with one query head for a tile of consecutive tokens of one request."""
     tile = tl.program_id(1)
     query_head = tl.program_id(0)
     head = query_head // GROUP
@@ -151,7 +151,7 @@ def prefill_kernel(
     token = (first + offset).to(tl.int64)
     query_at = token[:, None] * width + query_head * DIM + dim[None, :]
     query = tl.load(qkv + query_at, mask=in_tile[:, None] & in_dim[None, :], other=0.0)
-    standing = start + offset
+    query_position = start + offset
     most = tl.full([TILE], -1e30, tl.float32)
     total = tl.zeros([TILE], tl.float32)
     sums = tl.zeros([TILE, DIM_BLOCK], tl.float32)
@@ -169,9 +169,9 @@ def prefill_kernel(
         key = tl.load(keys + where, mask=mask, other=0.0)
         value = tl.load(values + where, mask=mask, other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-        visible = position[None, :] <= standing[:, None]
+        visible = position[None, :] <= query_position[:, None]
         if WINDOWED:
-            visible = visible & (position[None, :] > standing[:, None] - window)
+            visible = visible & (position[None, :] > query_position[:, None] - window)
         scores = tl.where(visible, scores, -1e30)
         highest = tl.maximum(most, tl.max(scores, 1))
         weights = tl.where(visible, tl.exp2(scores - highest[:, None]), 0.0)

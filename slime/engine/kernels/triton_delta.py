@@ -1,12 +1,12 @@
-"""Gated delta nets in Triton: what stands around the delta rule, and the rule for decoding rows.
+"""Gated delta nets in Triton: gates, convolution, norm, and the delta rule for decoding rows.
 
     b, a ─ delta_gates ──────────────┐
     qkv ─ conv_rows ─ delta_rows ────┴─▶ gated_norm ─▶ output projection
 
-Convolution and delta rule update the states of the rows in place. Tokens of one row stand side by side. A program works for the first of them, and goes through the others in
-order: with one token per row (decoding) all rows run at once, and in deterministic mode a token's bits do
-not depend on how many of its row share the forward. Everything is read from device memory, so a CUDA
-graph holds for any rows.
+Convolution and delta rule update the states of the rows in place. The tokens of one row are contiguous; the
+program of the first loops over all of them. With one token per row (decoding) all rows run in parallel, and in
+deterministic mode a token's bits do not depend on how many tokens of its row share the forward. All inputs are
+read from device memory, so one CUDA graph serves any rows.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportGeneralTypeIssues=false
@@ -25,7 +25,7 @@ from slime.engine.state_cache import StateCache
 
 _CHANNELS = 256  # of the convolution per program
 _VALUES = 32  # columns of a state per program
-_NORM_HEADS = 8  # of the norm behind the delta rule per program
+_NORM_HEADS = 8  # per program of the norm after the delta rule
 
 
 def continue_rows(
@@ -144,7 +144,7 @@ def conv_rows_kernel(
             tl.store(out + token * CHANNELS + c, active.to(out.dtype.element_ty), mask=mask)
             token += 1
             here = tl.load(rows + token, mask=token < tokens, other=-1).to(tl.int64)
-        for slot in tl.static_range(KERNEL - 1):  # ascending: what is read was not written yet
+        for slot in tl.static_range(KERNEL - 1):  # ascending: reads are ahead of writes
             at = token - (KERNEL - 1) + slot
             old = tl.load(
                 window + (at - first + KERNEL - 1) * CHANNELS, mask=mask & (at < first), other=0.0

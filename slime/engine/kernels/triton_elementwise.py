@@ -13,7 +13,7 @@ import triton.language as tl
 
 from slime.engine.kernels.triton_launch import pdl_options, pdl_wait
 
-_BLOCK = 1024  # columns per program of the kernels that read each once
+_BLOCK = 1024  # columns per program of gate_heads and add_gated
 
 
 def gate_heads(x: torch.Tensor, gates: torch.Tensor, dim: int) -> torch.Tensor:
@@ -32,7 +32,7 @@ def gate_heads(x: torch.Tensor, gates: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def add_gated(x: torch.Tensor, gate: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-    """Add what a gate multiplies; see `Kernels.add_gated`."""
+    """Add gated partial sums; see `Kernels.add_gated`."""
     tokens, size = x.shape
     out = torch.empty_like(x)
     add_gated_kernel[(tokens, triton.cdiv(size, _BLOCK))](

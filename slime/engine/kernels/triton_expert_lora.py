@@ -1,7 +1,7 @@
 """Adapters of MoE experts in Triton, inside the grouped matmuls of triton_experts.py.
 
 `shrink_kernel` computes scale * A(x) of every pair whose token has an adapter, with the matrix of its slot and
-expert; the two grouped matmuls then add B of it to their sums by `expand`.
+expert; the two grouped matmuls then add B times that with `expand`.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
@@ -33,7 +33,7 @@ def shrink(
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, int]]:
     """Return what a grouped matmul needs to add adapters: scale * A(x) of each pair, B, and slots.
 
-    Rows of `x` are tokens with `per_row` pairs each, or pairs. Without adapters any tensor is passed.
+    Rows of `x` are tokens with `per_row` pairs each, or pairs. Without adapters the tensors are placeholders.
     """
     if lora is None or pairs.slots is None:
         return (x, x, x), {"SLOTS": 0, "RANK": 1, "RANK_BLOCK": 16}
@@ -116,7 +116,7 @@ def expand(
     stride,  # elements of all experts of a slot
     SLOTS: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add B of the low-rank rows of the pairs that have an adapter."""
+    """Add B times the low-rank rows to `total`, for the pairs that have an adapter."""
     depth = tl.arange(0, RANK_BLOCK)
     kept = (slot >= 0)[:, None] & (depth < RANK)[None, :]
     left = tl.load(low + pair[:, None] * RANK + depth[None, :], mask=kept, other=0.0)

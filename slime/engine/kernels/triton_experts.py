@@ -1,8 +1,8 @@
 """MoE in Triton: top-k routing, grouping by expert, the two grouped matmuls, and the sum over experts.
 
 A pair is a token with one of its experts, number token * TOP + place. A program of a matmul computes some
-columns for all pairs of one expert: its weight is read once where the pairs fit into one tile, as they do
-in decoding. No sum depends on the other tokens of the batch.
+columns for all pairs of one expert, whose weight is read once if the pairs fit into one tile, as in decoding.
+No result depends on other tokens of the batch.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
@@ -113,7 +113,7 @@ def route_kernel(
     NUM: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, TOP_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
-    """Top-k softmax routing, ties to the lower index; with NORM the weights add up to one."""
+    """Select the top-k experts by softmax, ties to the lower index; with NORM the weights sum to one."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     x = tl.load(logits + token * NUM + i, mask=i < NUM, other=float("-inf")).to(tl.float32)
@@ -168,7 +168,7 @@ def gate_up_kernel(
     RANK_BLOCK: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grouped matmul with gate and up: silu(gate) * up of every pair."""
+    """Compute silu(gate) * up of every pair by a grouped matmul."""
     expert = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + expert)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -244,7 +244,7 @@ def down_kernel(
     RANK_BLOCK: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grouped matmul with down: the output of every pair, times the weight of its expert."""
+    """Compute the down projection of every pair, times its routing weight, by a grouped matmul."""
     expert = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + expert)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,8 +1,8 @@
 """How the Triton kernels are launched: tile sizes, shared memory, and programmatic dependent launch (PDL).
 
-With PDL a kernel signals at once that the next one may be launched and then waits until all kernels before
-it have finished, so that launch latency overlaps with their work. A kernel launched with PDL must call
-`pdl_wait` in every program before it touches what others write or read; weights may be prefetched before.
+With PDL a kernel allows the launch of the next kernel immediately, then waits until all earlier kernels have
+finished, so that launch latency overlaps with their work. A kernel launched with PDL must call `pdl_wait` in
+every program before it accesses memory that other kernels write or read; weights may be prefetched earlier.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _HOPPER = 9
-_HOPPERS_SHARED_MEMORY = 227 << 10
+_HOPPER_SHARED_MEMORY = 227 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def pdl_options() -> dict[str, bool]:
 def shared_memory() -> int:
     """Return the bytes of shared memory available to one program."""
     if not _on_gpu():
-        return _HOPPERS_SHARED_MEMORY
+        return _HOPPER_SHARED_MEMORY
     utils = triton.runtime.driver.active.utils
     return utils.get_device_properties(torch.cuda.current_device())["max_shared_mem"]
 
@@ -64,7 +64,7 @@ def pdl_wait():
 @triton.jit
 def prefetch_l2(addresses, nbytes):
     """Prefetch that many bytes (a multiple of 16) from each address into L2."""
-    # One warp is enough; the others hold the same addresses.
+    # One warp is enough; all warps hold the same addresses.
     tl.inline_asm_elementwise(
         """
         {

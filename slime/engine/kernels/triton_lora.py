@@ -1,14 +1,14 @@
-"""Adapters of a forward: A(x), by the base's matmul or a kernel of its own, then scale * B of it in a Triton kernel.
+"""LoRA in Triton: A(x), fused into the base's matmul or in its own kernel, then scale * B times that.
 
     x ─ matmul with the base's weight above A of all slots ─▶ base's output | A(x) ─┬─ expand ─▶ their sum
     x ─ matmul with the base's weight ─▶ base's output ─────┬───────────────────────┘
     x ─ shrink ─▶ low [splits, T, parts * rank] fp32 ───────┴─ expand, or expand_silu_mul ─▶ silu(gate) * up
 
-The first way saves a launch and a read of x; it is taken where A has few rows beside the base (`LoraBank.rows_below`).
-A program computes a tile of tokens. It reads the matrices of every slot that one of its tokens has, and
+The first way saves a launch and a read of x; it is used if A has few rows compared with the base
+(`LoraBank.rows_below`). A program computes a tile of tokens. It reads the matrices of every slot in its tile and
 masks the other tokens: with one adapter in the batch each matrix is read once per tile. The number of slots
-and their rank are fixed, so one CUDA graph serves any mix. Gate and up are added in registers of the activation,
-so that their sum is never written.
+and their rank are fixed, so one CUDA graph serves any mix. Gate and up are added in the registers of the
+activation kernel, so that their sum is never written.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
@@ -25,18 +25,18 @@ from slime.engine.kernels.interface import AdapterRows, LoraWeights
 from slime.engine.kernels.triton_launch import dot_precision, pdl_options, pdl_wait, shared_memory
 
 _FEW_TOKENS, _DECODE_TOKENS = 64, 256
-_MOST_SPLITS = 16
-_MOST_PARTS = 4  # linears that share an input: four of a gated delta net
+_MAX_SPLITS = 16
+_MAX_PARTS = 4  # linears that share an input: four of a gated delta net
 _PROGRAMS = 132  # SMs of an H200
-_MOST_STAGES = 6
+_MAX_STAGES = 6
 _COLUMNS = 128  # of a tile of the output
-# Every tile of the output sums all partial sums of its tokens again: beyond these bytes, all programs
-# together, reading them takes longer than a split of the depth saves.
-_MOST_LOW_BYTES = 12 << 20
+# Every output tile reads all partial sums of its tokens: above this total, the reads cost more than split-K
+# saves.
+_MAX_LOW_BYTES = 12 << 20
 
 
 def linear_lora(x: torch.Tensor, weights: LoraWeights, rows: AdapterRows) -> torch.Tensor:
-    """Return base and adapters of x in one matmul and one kernel, for weights that are stored below the base's."""
+    """Return base plus adapters of x by one matmul and one kernel, for A stored below the base's weight."""
     assert weights.joined is not None
     sums = triton_matmuls.linear_split_k(x, *weights.joined)
     out = x.new_empty(len(x), sum(weights.widths))
@@ -45,7 +45,7 @@ def linear_lora(x: torch.Tensor, weights: LoraWeights, rows: AdapterRows) -> tor
 
 
 def gated_linear_lora(x: torch.Tensor, weights: LoraWeights, rows: AdapterRows) -> torch.Tensor:
-    """Like `linear_lora`, behind the activation: silu(gate) * up."""
+    """Like `linear_lora`, followed by the activation: silu(gate) * up."""
     assert weights.joined is not None
     sums = triton_matmuls.linear(x, *weights.joined)
     return _expand_silu_mul(sums, _low_below(sums, x, weights), weights, rows)
@@ -69,9 +69,9 @@ def silu_mul_lora(
 
 @dataclass(frozen=True, kw_only=True)
 class _Low:
-    """A(x) as partial sums; those of tokens without adapter are garbage.
+    """A(x) as partial sums; rows of tokens without an adapter are undefined.
 
-    `sums` is [splits, T, row_stride], of which a token's parts * rank begin at its slot times `slot_stride`.
+    `sums` is [splits, T, row_stride]; the parts * rank values of a token start at its slot * `slot_stride`.
     """
 
     sums: torch.Tensor
@@ -82,25 +82,25 @@ class _Low:
 
 
 def _low_below(sums: torch.Tensor, x: torch.Tensor, weights: LoraWeights) -> _Low:
-    """Return the columns behind those of the base, which hold A(x) of all slots."""
+    """Return the columns after those of the base, which hold A(x) of all slots."""
     splits, tiles = sums.shape[0] if sums.ndim == 3 else 1, choose_tiles(x, weights)
     low, width = sums[..., sum(weights.widths) :], weights.a.shape[1]  # of one slot
     return _Low(sums=low, splits=splits, row_stride=sums.shape[-1], slot_stride=width, tiles=tiles)
 
 
 def _expand(
-    source: torch.Tensor,  # [T, columns] or partial sums [P, T, columns]: the base's come first
+    source: torch.Tensor,  # [T, columns] or partial sums [P, T, columns]: base columns first
     out: torch.Tensor,  # [T, out], may be `source`
     low: _Low,
     weights: LoraWeights,
     rows: AdapterRows,
 ) -> None:
     parts = len(weights.widths)
-    assert parts <= _MOST_PARTS
+    assert parts <= _MAX_PARTS
     expand_kernel[(low.tiles.columns, low.tiles.rows)](
         *(low.sums, weights.b, weights.scales, rows.slots, source, out),
         *(out.shape[0], low.row_stride, low.slot_stride, source.shape[-1]),
-        *(*weights.widths, *[0] * (_MOST_PARTS - parts)),
+        *(*weights.widths, *[0] * (_MAX_PARTS - parts)),
         PARTS=parts,
         SPLITS=low.splits,
         SUMS=source.shape[0] if source.ndim == 3 else 1,
@@ -129,7 +129,7 @@ def _expand_silu_mul(
 
 @dataclass(frozen=True, kw_only=True)
 class LoraTiles:
-    """How a launch is cut: tiles of the tokens and of the output's columns, splits of the depth."""
+    """Tiling of a launch: tiles of tokens and output columns, split-K of the depth."""
 
     rows: int
     columns: int
@@ -142,7 +142,7 @@ class LoraTiles:
 def choose_tiles(x: torch.Tensor, weights: LoraWeights) -> LoraTiles:
     """Return tiles that give every SM work in both kernels.
 
-    Splits are powers of two, since every number of them is one more kernel to compile.
+    Splits are powers of two, since each value compiles another kernel.
     """
     tokens, depth = x.shape
     block_m = 16 if tokens <= _FEW_TOKENS else 32 if tokens <= _DECODE_TOKENS else 64
@@ -151,8 +151,8 @@ def choose_tiles(x: torch.Tensor, weights: LoraWeights) -> LoraTiles:
     columns = sum(triton.cdiv(width, _COLUMNS) for width in weights.widths)
     wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, rows * len(weights.widths)))
     low_bytes = rows * columns * block_m * weights.b.shape[2] * 4
-    splits = min(_MOST_SPLITS, wanted)
-    while splits > 1 and (splits * low_bytes > _MOST_LOW_BYTES or 2 * splits * block_k > depth):
+    splits = min(_MAX_SPLITS, wanted)
+    while splits > 1 and (splits * low_bytes > _MAX_LOW_BYTES or 2 * splits * block_k > depth):
         splits //= 2
     split_depth = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
     return LoraTiles(
@@ -166,20 +166,20 @@ def choose_tiles(x: torch.Tensor, weights: LoraWeights) -> LoraTiles:
 
 
 def _shrink(x: torch.Tensor, weights: LoraWeights, rows: AdapterRows) -> _Low:
-    """Compute A(x) in a kernel of its own."""
+    """Compute A(x) in its own kernel."""
     tiles = choose_tiles(x, weights)
     (tokens, depth), parts, rank = x.shape, len(weights.widths), weights.b.shape[2]
     low = x.new_empty(tiles.splits, tokens, parts * rank, dtype=torch.float32)
     options = _options(weights, tiles)
     stage = (tiles.block_m + options["RANK_BLOCK"]) * tiles.block_k * x.element_size()  # bytes
     stages = shared_memory() // 2 // stage  # two programs fit into an SM
-    # The parts of a tile are neighbours: they read the same tokens.
+    # The parts of a tile are adjacent programs: they read the same tokens.
     shrink_kernel[(parts, tiles.rows, tiles.splits)](
         *(x, weights.a, rows.slots, low, tokens, depth, tiles.split_depth),
         PARTS=parts,
         BLOCK_K=tiles.block_k,
         num_warps=4,
-        num_stages=max(2, min(stages, _MOST_STAGES)),
+        num_stages=max(2, min(stages, _MAX_STAGES)),
         **options,
     )
     return _Low(sums=low, splits=tiles.splits, row_stride=parts * rank, slot_stride=0, tiles=tiles)
@@ -251,7 +251,7 @@ def expand_kernel(
     IN_PLACE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # The tiles of all parts stand side by side; a part that does not exist has none.
+    # Program 0 counts the tiles of all parts in order; a part that does not exist has none.
     tile = tl.program_id(0)
     second = tl.cdiv(width_0, BLOCK_N)
     third = second + tl.cdiv(width_1, BLOCK_N)
@@ -266,7 +266,7 @@ def expand_kernel(
     inside = column < width
     columns = width_0 + width_1 + width_2 + width_3
     matrix = b + (first + column).to(tl.int64)[None, :] * RANK
-    if SLOTS == 1:  # matrices do not change while kernels run: they are loaded before the wait
+    if SLOTS == 1:  # weights do not change while kernels run: load them before the wait
         right = load_b(matrix, inside, RANK, RANK_BLOCK)
     if PDL:
         pdl_wait()
@@ -313,7 +313,7 @@ def expand_silu_mul_kernel(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < width
     matrix = b + column.to(tl.int64)[None, :] * RANK
-    below = width.to(tl.int64) * RANK  # from the rows of gate to those of up
+    below = width.to(tl.int64) * RANK  # offset from gate's rows to up's
     if SLOTS == 1:
         gate_b = load_b(matrix, inside, RANK, RANK_BLOCK)
         up_b = load_b(matrix + below, inside, RANK, RANK_BLOCK)
@@ -358,10 +358,7 @@ def expand_silu_mul_kernel(
 
 @triton.jit
 def slots_of_tile(slot, SLOTS: tl.constexpr):
-    """Return the first slot that a token of the tile has, and one more than the last; SLOTS and 0 of none.
-
-    A single slot is not looked for.
-    """
+    """Return the range of slots that occur in the tile; SLOTS, 0 if none. A single slot is not searched for."""
     if SLOTS == 1:
         return 0, 1
     return tl.min(tl.where(slot >= 0, slot, SLOTS), 0), tl.max(slot, 0) + 1
@@ -369,7 +366,7 @@ def slots_of_tile(slot, SLOTS: tl.constexpr):
 
 @triton.jit
 def load_b(matrix, inside, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr):
-    """Return the tile of B below the addresses `matrix` [1, columns], [RANK_BLOCK, columns]."""
+    """Load the tile of B, [RANK_BLOCK, columns], whose columns start at the addresses `matrix`."""
     depth = tl.arange(0, RANK_BLOCK)
     kept = (depth < RANK)[:, None] & inside[None, :]
     return tl.load(matrix + depth[:, None], mask=kept, other=0.0)
@@ -377,13 +374,13 @@ def load_b(matrix, inside, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr):
 
 @triton.jit
 def low_part(slot, slot_stride, part, RANK: tl.constexpr):
-    """Return where A(x) of a part begins in the row of a token, [BLOCK_M]."""
+    """Return the offset of a part's A(x) in the row of each token, [BLOCK_M]."""
     return tl.where(slot >= 0, slot, 0) * slot_stride + part * RANK
 
 
 @triton.jit
 def sum_low(
-    begin,  # [BLOCK_M] addresses, in the first row of all
+    begin,  # [BLOCK_M] addresses in row 0
     scales, slot, row, rows, low_stride,
     RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -392,7 +389,7 @@ def sum_low(
     has = slot >= 0
     kept = has[:, None] & (depth < RANK)[None, :]
     total = tl.zeros([BLOCK_M, RANK_BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):  # unrolled: all loads are under way at once
+    for split in tl.static_range(SPLITS):  # unrolled, so that all loads are in flight together
         at = begin + (split * rows + row).to(tl.int64) * low_stride
         total += tl.load(at[:, None] + depth[None, :], mask=kept, other=0.0).to(tl.float32)
     return total * tl.load(scales + tl.where(has, slot, 0), mask=has, other=0.0)[:, None]

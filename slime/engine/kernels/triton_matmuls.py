@@ -23,10 +23,10 @@ from slime.engine.kernels.triton_launch import (
     shared_memory,
 )
 
-_MOST_ROWS = 256
+_MAX_ROWS = 256
 _FEW_ROWS = 64
 _ROWS = 64  # of a tile, even for fewer rows: the M dimension of a tensor core instruction
-_MOST_BYTES = 12 << 20  # of a weight: for larger ones cuBLAS keeps every SM busy
+_MAX_BYTES = 12 << 20  # of a weight: for larger ones cuBLAS keeps every SM busy
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -40,14 +40,14 @@ def linear_split_k(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Return [rows, columns], or split-K partial sums [splits, rows, columns] in float32."""
-    tiles = None if bias is not None else choose_tiles(x, weight, most_rows=_MOST_ROWS)
+    tiles = None if bias is not None else choose_tiles(x, weight, most_rows=_MAX_ROWS)
     if tiles is None:
         return F.linear(x, weight, bias)
     return matmul(x, weight, tiles, splits=choose_split_k(*x.shape, tiles.BLOCK_K))
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-    """Return silu(gate) * up for weight [gate | up, depth], or None where cuBLAS should run it."""
+    """Return silu(gate) * up for weight [gate | up, depth], or None if cuBLAS should run it."""
     tiles = choose_tiles(x, weight, gated=True)
     return None if tiles is None else matmul(x, weight, tiles, gated=True)[0]
 
@@ -72,9 +72,9 @@ def matmul(
 def choose_tiles(
     x: torch.Tensor, weight: torch.Tensor, *, most_rows: int = _FEW_ROWS, gated: bool = False
 ) -> TileSizes | None:
-    """Return the fastest tile sizes on an H200; None where cuBLAS is faster or shared memory is too small."""
+    """Return the fastest tile sizes on an H200; None if cuBLAS is faster or shared memory too small."""
     rows, depth = x.shape
-    if rows > most_rows or weight.nbytes > _MOST_BYTES:
+    if rows > most_rows or weight.nbytes > _MAX_BYTES:
         return None
     aligned = weight.data_ptr() % 16 == 0 and depth % 64 == 0
     if x.element_size() != 2 or weight.dtype != x.dtype or not aligned:
@@ -90,7 +90,7 @@ def choose_tiles(
 
 def choose_split_k(rows: int, depth: int, step: int) -> int:
     """Return the split-K factor that gives every SM work; more rows already give more programs."""
-    most = 4 if rows <= _MOST_ROWS // 2 else 2
+    most = 4 if rows <= _MAX_ROWS // 2 else 2
     return next(splits for splits in (most, 2, 1) if depth % (splits * step) == 0)
 
 

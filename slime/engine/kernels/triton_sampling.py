@@ -1,8 +1,8 @@
 """Samples tokens on the GPU by inverse transform sampling in two passes over blocks of the vocabulary.
 
-The first pass sums up each block, the second finds the block and then the token. As on a CPU, the uniform
-number depends on the request's seed and the position alone. Blocks have a fixed size, so no row depends on
-the others.
+The first pass sums each block, the second finds the block and then the token. As on a CPU, the uniform
+number depends only on the request's seed and the position. Blocks have a fixed size, so no row depends on
+other rows.
 """
 
 # pyright: reportMissingImports=false
@@ -39,7 +39,8 @@ def block_sums_kernel(
         x = tl.load(logits + index * vocab + token, mask=token < vocab, other=-float("inf"))
         x = x.to(tl.float32) * inverse
         most = tl.max(x, 0)
-        total = tl.where(most > -float("inf"), tl.sum(tl.exp(x - most), 0), 0.0)
+        # A block of -inf sums to 0, and one with NaN to NaN, which fails the request.
+        total = tl.sum(tl.exp(x - tl.where(most == -float("inf"), 0.0, most)), 0)
         at = (index * num_blocks + block) * 2
         tl.store(stats + at, most, mask=block < num_blocks)
         tl.store(stats + at + 1, total, mask=block < num_blocks)
@@ -93,7 +94,8 @@ def sample_kernel(
     total = tl.sum(weights, 0)
     target = uniform * total
     passed = tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
-    chosen = tl.where(greedy, tl.argmax(most, 0), tl.minimum(passed, num_blocks - 1))
+    # The argmax of NaN may be a padding entry: clamp block and token, so that the token has an embedding.
+    chosen = tl.minimum(tl.where(greedy, tl.argmax(most, 0), passed), num_blocks - 1)
     before = tl.sum(tl.where(block < chosen, weights, 0.0), 0)
 
     offset = tl.arange(0, BLOCK)
@@ -104,7 +106,7 @@ def sample_kernel(
     passed = tl.sum((before + tl.cumsum(inside, 0) <= target).to(tl.int32), 0)
     last = tl.minimum(vocab - chosen * BLOCK, BLOCK) - 1
     # If rounding leaves no token, take the most probable of the block and not its last.
-    sampled = tl.where(greedy | (passed > last), tl.argmax(x, 0), passed)
+    sampled = tl.minimum(tl.where(greedy | (passed > last), tl.argmax(x, 0), passed), last)
     logit = tl.sum(tl.where(offset == sampled, x, 0.0), 0)
     result = (chosen * BLOCK + sampled).to(tl.int32)
     tl.store(tokens + index, result)

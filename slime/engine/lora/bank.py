@@ -1,12 +1,12 @@
-"""Device memory of the adapters: a fixed number of slots for every linear layer that takes them.
+"""Device memory of the adapters: a fixed number of slots for every linear layer that takes adapters.
 
 Linears that share an input and run as one matmul (query, key, value; gate, up) share one buffer. For n of
 them, rank R and S slots::
 
     a  [S, n * R, in]      rows p * R .. p * R + r are lora_A of linear p; on a GPU below the base's weight
-    b  [S, out, R]         rows of linear p are lora_B of it, in its first r columns
+    b  [S, out, R]         rows of linear p are its lora_B, in the first r columns
 
-The sizes never change, so a CUDA graph serves every adapter; what a smaller adapter leaves free is zero.
+The sizes never change, so one CUDA graph serves every adapter; unused rows and columns are zero.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from slime.engine.lora.experts import (
 from slime.engine.lora.peft_format import LoraPair
 from slime.engine.scheduler.sampling_params import RequestError
 
-# A joins the base's matmul if it has at most 1/8 as many rows: those of all slots are computed for every token.
+# Fuse A into the base's matmul if it has at most 1/8 as many rows: it computes all slots for every token.
 _JOINED_SHARE = 8
 
 
 class LoraBank:
     """`modules` are the linears that adapters can bind to: weights and index of each in its buffer.
 
-    Empty `targets` are all linears. `experts` are the parameters of MoE experts, or `experts` for both.
+    Empty `targets`: all linears. `experts` names parameters of MoE experts, or is "experts" for both.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LoraBank:
         shape_b = (self.num_slots, sum(widths), self.rank)
         like = first.weight
         b = torch.zeros(shape_b, dtype=like.dtype, device=like.device)
-        if b.device.type == "cpu":  # the memory layout that matmuls of few rows are fastest with
+        if b.device.type == "cpu":  # the fastest memory layout for matmuls with few rows
             b = b.transpose(1, 2).contiguous().transpose(1, 2)
         if joined is None:
             a = torch.zeros(shape_a, dtype=like.dtype, device=like.device)
@@ -111,7 +111,7 @@ class LoraBank:
         return weights
 
     def attach_experts(self, experts: nn.Module) -> LayerLora | None:
-        """Allocate the slots of a layer's experts, if targets name them: they need much memory."""
+        """Allocate the slots of a layer's experts only if targets name them: they need much memory."""
         name = self._names[experts]
         if not takes_adapters(experts):
             return None
@@ -130,7 +130,7 @@ class LoraBank:
         return LayerLora(gate_up=found[GATE_UP], down=found[DOWN])
 
     def hook_experts(self, experts: nn.Module) -> None:
-        """Apply adapters in the forward of Hugging Face experts, to the rows of `self.rows`."""
+        """Apply adapters in the forward of Hugging Face experts, to the rows in `self.rows`."""
         lora, name = self.attach_experts(experts), self._names[experts]
         if lora is not None:
             experts.forward = ExpertsWithAdapters(experts, lora, lambda: self._rows_of(name))
@@ -140,7 +140,7 @@ class LoraBank:
         return self.rows
 
     def hook_linears(self) -> None:
-        """Apply adapters to the Hugging Face modules: every linear but the output layer adds them."""
+        """Apply adapters by forward hooks in the Hugging Face linears, except the output layer."""
         head = self._model.get_output_embeddings()
         for name, module in list(self._model.named_modules()):
             if in_tower(name):
@@ -154,7 +154,7 @@ class LoraBank:
                 self.hook_experts(module)
 
     def forget_unused(self) -> None:
-        """After a forward of the model: a linear that did not run as a module cannot be bound to."""
+        """Remove linears whose hooks did not run in the first forward: adapters would have no effect there."""
         self.modules = {name: site for name, site in self.modules.items() if name in self._seen}
 
     def check(self, config: PeftSettings, pairs: dict[str, LoraPair]) -> None:
@@ -168,7 +168,7 @@ class LoraBank:
             one = (unbound or ["none given"])[0]
             experts = f": start the engine with --lora-target-modules all {EXPERTS}"
             raise RequestError(
-                f"{len(unbound)} of {len(pairs)} modules bind to nothing in this model, such as "
+                f"{len(unbound)} of {len(pairs)} modules bind to nothing in this model, e.g. "
                 f"{one}{experts if f'.{EXPERTS}.' in one else ''}"
             )
         for target in config.complete:
@@ -200,7 +200,7 @@ class LoraBank:
         return peft_shapes([*b.shape[:-1], a.shape[-1]], rank)
 
     def write(self, slot: int, config: PeftSettings, pairs: dict[str, LoraPair]) -> None:
-        """Copy an adapter that was checked into its slot."""
+        """Copy an adapter that passed `check` into its slot."""
         if self.bound_ranks(slot) != dict.fromkeys(pairs, config.rank):
             self.clear(slot)
         for name in pairs:
@@ -214,7 +214,7 @@ class LoraBank:
         self._scales[slot] = config.scaling
 
     def matrices(self, slot: int, ranks: dict[str, int]) -> list[torch.Tensor]:
-        """Return A and B of each module where they are computed with, as views."""
+        """Return views of A and B of each module in the slot."""
         return [view for name, rank in ranks.items() for view in self._views(name, slot, rank)]
 
     def as_in_slots(self, pairs: dict[str, LoraPair]) -> list[torch.Tensor]:
@@ -233,7 +233,7 @@ class LoraBank:
         return {name: rank for name in self.modules if (rank := self._rank_of(name, slot))}
 
     def addresses(self) -> list[int]:
-        """Return where the slots are: they move when memory is released and resumed."""
+        """Return the addresses of the slots, which change when memory is released and resumed."""
         buffers = {id(weights): weights for weights, _ in self.modules.values()}
         return [t.data_ptr() for weights in buffers.values() for t in (weights.a, weights.b)]
 
@@ -251,7 +251,7 @@ class LoraBank:
         self.bindings[slot] += 1
 
     def read(self, slot: int, module: str) -> LoraPair:
-        """Return the matrices of a slot as they are computed with."""
+        """Return the matrices of a module in a slot, in PEFT's layout."""
         a, b = self._views(module, slot, self._rank_of(module, slot))
         if isinstance(self.modules[module][0], ExpertLora):
             a, b = flattened(a, b)

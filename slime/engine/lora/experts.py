@@ -53,7 +53,7 @@ def flattened(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 class ExpertsWithAdapters:
-    """The forward of Hugging Face experts. Rows without an adapter keep the bits of the module's own."""
+    """Forward of Hugging Face experts with adapters. Rows without one get the module's output, bit for bit."""
 
     def __init__(
         self, experts: Any, lora: LayerLora, rows: Callable[[], AdapterRows | None]
@@ -73,8 +73,8 @@ class ExpertsWithAdapters:
             if rows.fixed:
                 found = self._pair_by_pair(slot, hidden, chosen, weights).index_select(0, index)
             else:
-                mine = (tensor.index_select(0, index) for tensor in (hidden, chosen, weights))
-                found = self._by_expert(slot, *mine)
+                part = (tensor.index_select(0, index) for tensor in (hidden, chosen, weights))
+                found = self._by_expert(slot, *part)
             out.index_copy_(0, index, found.to(out.dtype))
         return out
 
@@ -98,7 +98,7 @@ class ExpertsWithAdapters:
     def _pair_by_pair(
         self, slot: int, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Compute each token with each of its experts by itself, so that no result depends on others."""
+        """Compute every (token, expert) pair separately, so that no result depends on other tokens."""
         top = chosen.shape[1]
         expert = chosen.reshape(-1).long()
         x = hidden.repeat_interleave(top, dim=0).unsqueeze(-1)  # [pairs, in, 1]

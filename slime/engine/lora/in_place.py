@@ -1,8 +1,8 @@
-"""Updates of an adapter from a trainer's buffer that stays open, with views that are made once.
+"""Updates an adapter from a trainer's buffer that stays open, with views that are created once.
 
     the trainer's buffer ──copy──▶ slot of the adapter ──copy──▶ scratch buffer of the same layout ──▶ checksum
 
-The checksum is that of bits which were read back from the memory that requests are computed with.
+The checksum covers the bits read back from the slot, which is the memory that requests use.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from slime.weights.ipc import finish_reading, import_buffer
 
 
 class LayoutUnknown(Exception):
-    """The trainer must send the adapter as a whole: its buffer is not open, or the slot has changed."""
+    """The trainer must send the whole adapter: its buffer is not open, or the slot has changed."""
 
 
 class KeptBuffer:
-    """A buffer of another process whose tensors lie end to end, in order of name and in one dtype.
+    """A buffer of another process with contiguous tensors of one dtype, sorted by name.
 
-    `tensor` is on the device of the slots: the buffer itself, or a copy that `refresh` renews.
+    `tensor` is on the device of the slots: the buffer itself, or a copy that `refresh` updates.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class KeptBuffer:
             self.tensor.copy_(self._shared)
 
     def close(self) -> None:
-        """Wait for reads of the buffer that are queued, and unmap it."""
+        """Wait for queued reads of the buffer, then unmap it."""
         finish_reading(self.tensor)
         del self.tensor, self._shared
         self._stack.close()
@@ -89,7 +89,7 @@ class InPlaceUpdate:
         return self._buffer.layout
 
     def is_current(self) -> bool:
-        """Return whether the slot holds exactly these modules, in the memory they had at first."""
+        """Return whether the slot still holds exactly these modules, at unchanged addresses."""
         return (
             self._bank.bindings[self._slot] == self._binding
             and self._bank.addresses() == self._addresses
@@ -100,7 +100,7 @@ class InPlaceUpdate:
         torch._foreach_copy_(self._held, self._sent)  # pyright: ignore[reportPrivateImportUsage]
 
     def checksum(self) -> int:
-        """Return the checksum of what the slot holds; the trainer's buffer has been read then."""
+        """Return the checksum of the slot; it also means that the trainer's buffer has been read."""
         torch._foreach_copy_(self._read, self._held)  # pyright: ignore[reportPrivateImportUsage]
         sums = RunningChecksums()
         sums.add([(self._names, self._scratch.view(self._buffer.metas[0].dtype))])
@@ -126,12 +126,12 @@ def bound_digest(bank: LoraBank, slot: int, modules: dict[str, str]) -> str:
 
 
 def _check_order(metas: Sequence[TensorMeta]) -> int:
-    """Return the size of tensors that lie end to end; raise RequestError if they do not."""
+    """Return the size of contiguous tensors; raise RequestError if they are not contiguous and sorted."""
     end, names = 0, [meta.name for meta in metas]
     for meta in metas:
         if meta.offset != end or meta.dtype != metas[0].dtype:
-            raise RequestError("tensors of a kept buffer must lie end to end, in one dtype")
+            raise RequestError("tensors of a kept buffer must be contiguous and of one dtype")
         end += meta.num_bytes
     if not metas or names != sorted(names) or not all(n.startswith(PEFT_PREFIX) for n in names):
-        raise RequestError(f"tensors of a kept buffer must be in order of name, {PEFT_PREFIX}...")
+        raise RequestError(f"tensors of a kept buffer must be sorted by name, {PEFT_PREFIX}...")
     return end

@@ -52,7 +52,7 @@ def parse_config(given: object, modules: Iterable[str] | None = None) -> PeftSet
 
 
 def pair_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, LoraPair]:
-    """Return the matrices by module; raise RequestError for a tensor that is no LoRA matrix."""
+    """Return the matrices by module; raise RequestError for a tensor that is not a LoRA matrix."""
     sides: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)

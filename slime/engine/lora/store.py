@@ -1,4 +1,4 @@
-"""The adapters of an engine by name: which slot each has, its version, and what it is bound to."""
+"""The adapters of an engine by name: slot, version and bound modules of each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slime.engine.lora.peft_format import (
 from slime.engine.scheduler.sampling_params import RequestError
 from slime.weights.checksum import format_checksum, joined_checksum, tensor_checksums
 
-FROM_TENSORS = "__tensor__"  # the path of an adapter that was sent, as in SGLang
+FROM_TENSORS = "__tensor__"  # path of an adapter sent as tensors, as in SGLang
 _LONGEST_NAME = 512
 _DEFAULT_RANK = 64
 _cache_keys = itertools.count(1)
@@ -44,9 +44,11 @@ class Adapter:
     path: str = ""
     version: str = ""
     config: PeftSettings = field(default_factory=lambda: PeftSettings(rank=1, alpha=1))
-    modules: dict[str, str] = field(default_factory=dict)  # name in PEFT's file: where it is bound
+    modules: dict[str, str] = field(
+        default_factory=dict
+    )  # name in PEFT's file -> name in the model
     cache_key: int = 0
-    in_place: InPlaceUpdate | None = None  # from a buffer that its trainer keeps
+    in_place: InPlaceUpdate | None = None  # from a trainer's buffer that is still open
 
     def forget_buffer(self) -> None:
         if self.in_place is not None:
@@ -103,14 +105,14 @@ class AdapterStore:
         return adapter
 
     def forget_buffers(self) -> None:
-        """Close the buffers of trainers; their views would keep the memory of the slots from being released."""
+        """Close the buffers of trainers, so that no view keeps the memory of the slots from being released."""
         for adapter in self.adapters.values():
             adapter.forget_buffer()
 
     def _put(
         self, name: str, config: PeftSettings, pairs: dict[str, LoraPair], path: str, version: str
     ) -> Adapter:
-        """Load a new adapter or overwrite that of this name; nothing is written unless all of it fits."""
+        """Load or overwrite the adapter of this name; nothing is written unless all of it fits."""
         if not name or len(name) > _LONGEST_NAME:
             raise RequestError(f"the name of an adapter must have 1 to {_LONGEST_NAME} characters")
         try:
@@ -149,7 +151,7 @@ class AdapterStore:
         return tensor_checksums(self._held(name))
 
     def report(self, adapter: Adapter) -> dict[str, Any]:
-        """Return what the adapter's slot holds, for the trainer's comparison: read back from it."""
+        """Return digest and checksum of the adapter, read back from its slot, for the trainer to compare."""
         update = adapter.in_place
         if update is None:
             digest = bound_digest(self._bank, adapter.slot, adapter.modules)
@@ -172,7 +174,7 @@ class AdapterStore:
         return named
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        """Return what is loaded, for people and for the trainer's comparison."""
+        """Return the loaded adapters, for /server_info."""
         return {
             name: {
                 "path": adapter.path,
@@ -188,7 +190,7 @@ class AdapterStore:
 
 
 def make_bank(args: EngineArgs, model: PreTrainedModel) -> LoraBank | None:
-    """Return the slots of adapters that the options ask for; None if the engine serves the base alone."""
+    """Return the adapter slots given by the options; None if the engine serves only the base model."""
     if not args.serves_lora:
         return None
     configs = list(_configs(args.lora_paths))

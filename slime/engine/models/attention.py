@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slime.engine.models.delta_net import StatePlan
 
 IMPLEMENTATION = "slime_paged"
-_MOST_QUERIES = 512  # of one group: bounds its mask, and skips positions that are masked anyway
+_MAX_QUERIES = 512  # of one group: bounds its mask, and skips positions that are masked anyway
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,7 +67,7 @@ def plan_attention(batch: StepBatch, page_table: np.ndarray, cache: KVCache) -> 
     """Cut the tokens of a forward into groups of equal shape.
 
     Sequences with one query are grouped by the number of pages they need, rounded up. That number follows
-    from the position alone, so the shape of a token's attention does not depend on the other tokens.
+    only from the position, so the shape of a token's attention does not depend on other tokens.
     """
     size, positions, rows = cache.page_size, batch.positions.astype(np.int64), batch.rows
     slots = page_table[rows, positions // size].astype(np.int64) * size + positions % size
@@ -87,8 +87,8 @@ def plan_attention(batch: StepBatch, page_table: np.ndarray, cache: KVCache) -> 
     needed = _round_up_pages(positions[single] // size + 1, page_table.shape[1])
     groups = [group(single[needed == pages], int(pages), q_len=1) for pages in np.unique(needed)]
     for start, count in zip(starts[counts > 1], counts[counts > 1], strict=True):
-        for first in range(start, start + count, _MOST_QUERIES):
-            end = min(first + _MOST_QUERIES, start + count)
+        for first in range(start, start + count, _MAX_QUERIES):
+            end = min(first + _MAX_QUERIES, start + count)
             num_pages = int(positions[end - 1]) // size + 1
             groups.append(group(slice(first, end), num_pages, q_len=end - first))
     return AttentionPlan(cache=cache, slots=_to_device(slots, cache), groups=groups)
@@ -107,7 +107,7 @@ def _to_device(array: np.ndarray, cache: KVCache) -> torch.Tensor:
 
 
 class _Current(threading.local):
-    """The plan of the forward in this thread; models do not reliably pass extra arguments through."""
+    """The plan of the forward in this thread, since models do not reliably pass extra arguments on."""
 
     plan: AttentionPlan | None = None
     probe: dict[int, LayerShape] | None = None
@@ -117,12 +117,12 @@ _current = _Current()
 
 
 def current_plan() -> AttentionPlan | None:
-    """Return the plan of the forward that runs in this thread, None outside of the engine's."""
+    """Return the plan of the engine's forward in this thread; None outside of one."""
     return _current.plan
 
 
 class use_plan:
-    """Run attention inside the `with` by this plan."""
+    """Context manager: attention follows this plan."""
 
     def __init__(self, plan: AttentionPlan) -> None:
         self._plan = plan
@@ -135,7 +135,7 @@ class use_plan:
 
 
 class record_layers:
-    """Make attention inside the `with` only record what each layer would store."""
+    """Context manager: attention only records what each layer would store."""
 
     def __enter__(self) -> dict[int, LayerShape]:
         _current.probe = {}

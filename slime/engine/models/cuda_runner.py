@@ -69,13 +69,13 @@ class CudaRunner:
         table = scheduler.page_table
         self._table = torch.from_numpy(table).to(device)
         self._sampling = make_sampling_state(len(table), device)
-        # By row: RoPE position of later tokens less their index. None: always 0, without images.
+        # By row: RoPE position minus index of later tokens. None: always 0 (no images).
         self._deltas = None
         if tower is not None:
             self._deltas = torch.zeros(len(table), dtype=torch.int32, device=device)
         sizes = [FIXED_ROWS] if deterministic else graph_batch_sizes(scheduler.max_running)
         if cache.states is not None and not deterministic:
-            # Kernels of prompts are compiled and tuned here, not while the first request waits.
+            # Compile and tune the prefill kernels now instead of during the first request.
             choose_kernels(cache.states.windows, cache.states.shape.heads, backward=False)
         with torch.inference_mode():
             options = (self._forward_rows, sizes, scheduler.padding_row, device)
@@ -94,7 +94,7 @@ class CudaRunner:
         if starting:
             set_sampling_state(self._sampling, starting)
         if self._deltas is not None and step.prefill:
-            # With every chunk: in deterministic mode rows read it before the last chunk of a prompt.
+            # For every chunk: deterministic mode reads it before the last chunk of a prompt.
             pairs = [[span.request.row, span.request.rope_delta] for span in step.prefill]
             rows, deltas = _upload(self._cache.device, *np.array(pairs, np.int32).T)
             self._deltas.index_copy_(0, rows.long(), deltas)
@@ -119,7 +119,7 @@ class CudaRunner:
 
     def _decode(self, step: Step, pending: PendingCudaStep) -> None:
         count = len(step.decoding)
-        # The longest sequences first, so that no long one is left to the last wave of programs.
+        # The longest sequences first, so that the last wave of programs has short ones.
         order = np.argsort(-step.positions, kind="stable")
         requests, positions = [step.decoding[i] for i in order], step.positions[order]
         inputs = self._rows_input(self._graphs.padded(count))
@@ -214,13 +214,13 @@ class CudaRunner:
             else:
                 outputs = self._forward_images(inputs, part)
             if part.sampled:
-                self._take_sampled(outputs, part, pending)
+                self._add_sampled(outputs, part, pending)
             if part.scored:
                 at = torch.from_numpy(part.scored_at).to(self._cache.device)
                 positions = part.positions[part.scored_at].tolist()
                 pending.scored += score(outputs.logits[at], part.scored, positions)
 
-    def _take_sampled(self, outputs: RowOutputs, part: StepBatch, pending: PendingCudaStep) -> None:
+    def _add_sampled(self, outputs: RowOutputs, part: StepBatch, pending: PendingCudaStep) -> None:
         index = torch.from_numpy(part.sampled_at).to(self._cache.device)
         logits, tokens, log_probs = (
             x[index] for x in (outputs.logits, outputs.tokens, outputs.log_probs)
@@ -230,9 +230,9 @@ class CudaRunner:
         pending.add(part.sampled, tokens, log_probs, special)
 
     def _run_rows(self, inputs: np.ndarray) -> RowOutputs:
-        """Replay the graph of the base alone, unless one of the rows has an adapter.
+        """Replay the graph without adapters, unless one of the rows has an adapter.
 
-        In deterministic mode always that with adapters: its base rows may be computed by other kernels.
+        Deterministic mode always uses the graph with adapters, as its base rows may use other kernels.
         """
         slots = self._scheduler.row_slots[inputs[1]]
         if self._lora_graphs is None or (slots.max() < 0 and not self._deterministic):
@@ -240,7 +240,7 @@ class CudaRunner:
         return self._lora_graphs.run(_pinned(np.concatenate([inputs, slots[None]])))
 
     def _forward_images(self, inputs: np.ndarray, batch: StepBatch) -> RowOutputs:
-        """Run rows of deterministic mode without a graph: the same kernels in the same shapes."""
+        """Run rows of deterministic mode without a graph, with the same kernels and shapes."""
         if self._lora_graphs is not None:
             inputs = np.concatenate([inputs, self._scheduler.row_slots[inputs[1]][None]])
         return self._forward_rows(_pinned(inputs).to(self._cache.device), batch)

@@ -14,7 +14,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 # ids (negative: the last token sampled in the row), rows, positions, rows to sample for
-NUM_INPUTS = 4  # and, with adapters, the slot of each row's
+NUM_INPUTS = 4  # and, with adapters, the adapter slot of each row
 
 
 @dataclass(kw_only=True, eq=False)
@@ -30,8 +30,8 @@ RowForward = Callable[[torch.Tensor], RowOutputs]  # takes [number of inputs, B]
 
 
 class DecodeGraphs:
-    """All sizes are captured at the start. A graph holds addresses: after `invalidate` each size is captured
-    again when it is first needed, since a rollout of short responses needs only a few."""
+    """Captures all sizes at startup. Graphs hold addresses: after `invalidate` each size is captured again
+    on first use, since a rollout of short responses needs only a few."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class DecodeGraphs:
         size = inputs.shape[1]
         if size not in self._graphs and not self._failed:
             self._capture(size)
-        static = self._static(size)
+        static = self._static_inputs(size)
         static.copy_(inputs, non_blocking=True)
         if self._failed:
             return self._forward(static)
@@ -81,12 +81,12 @@ class DecodeGraphs:
             seconds = time.perf_counter() - start
             logger.info("captured %d CUDA graphs in %.1f s", len(self._graphs), seconds)
 
-    def _static(self, size: int) -> torch.Tensor:
+    def _static_inputs(self, size: int) -> torch.Tensor:
         return self._inputs[: self._num_inputs * size].view(self._num_inputs, size)
 
     def _warm_up(self, size: int) -> None:
         """Compile kernels and allocate workspaces, neither of which can be captured."""
-        static = self._static(size)
+        static = self._static_inputs(size)
         static.zero_()
         static[1].fill_(self._padding_row)
         static[3].fill_(self._padding_row)
@@ -104,7 +104,7 @@ class DecodeGraphs:
                 _garbage_collection_off(),
                 torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
             ):
-                outputs = self._forward(self._static(size))
+                outputs = self._forward(self._static_inputs(size))
         except RuntimeError as error:
             logger.warning("decoding runs without CUDA graphs: %s", str(error).splitlines()[0])
             self._graphs.clear()

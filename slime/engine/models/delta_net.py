@@ -1,12 +1,12 @@
-"""Gated delta nets of the plain path: convolution and delta rule continue from the states of the rows.
+"""Gated delta nets in plain torch: convolution and delta rule continue from the states of the rows.
 
-The tokens of a forward are cut by how they can be computed together::
+The tokens of a forward are grouped by how they can be computed together::
 
     one token per row                    all at once, token by token of each row
     prefill chunks of several tokens     packed, by the chunked scan of gated_delta.py
 
-In deterministic mode every token takes the first way: a chunked scan rounds differently for every way
-of cutting a prompt. Rounds then hold at most one token of each row, and always as many tokens.
+In deterministic mode every token takes the first way: a chunked scan rounds differently for each division of a
+prompt into chunks. Rounds then hold at most one token of each row and always have the same size.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from slime.engine.state_cache import StateCache, StateShape
 
 @dataclass(kw_only=True, eq=False)
 class StatePlan:
-    """Which tokens of a forward continue which rows, the same for all layers."""
+    """Assigns the tokens of a forward to the rows that they continue; the same for all layers."""
 
     states: StateCache
     rounds: list[tuple[torch.Tensor, torch.Tensor]]  # tokens, and the row of each
     packed: tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None  # tokens, rows and lengths
-    fixed: bool  # rounds are padded with a token behind the last one
+    fixed: bool  # rounds are padded with the index after the last token
 
     def run(
         self, layer: int, inputs: DeltaInputs, weight: torch.Tensor, heads: DeltaHeads
@@ -51,7 +51,7 @@ class StatePlan:
         count = len(inputs.beta)
         if self.fixed:
             inputs = inputs.map(lambda x: F.pad(x, (0, 0, 0, 1)))
-        # Zeros for padding, which no round computes: a NaN would get into the padding page.
+        # Zeros for padding tokens, which no round computes: a NaN would reach the padding page.
         out = inputs.mixed_qkv.new_zeros(len(inputs.beta), heads.num_value, heads.value_dim)
         if self.packed is not None:
             tokens, rows, lens = self.packed
@@ -109,7 +109,7 @@ def _fixed_rounds(rows: np.ndarray, padding_row: int) -> list[tuple[np.ndarray, 
 def serve_delta_nets(model: PreTrainedModel) -> None:
     """Make the gated delta nets of a model use the states of the engine.
 
-    Outside of the engine's forwards they stay as they are, which the check at start compares with.
+    Outside of the engine's forwards they are unchanged: the check at startup compares with that.
     """
     for net in find_delta_nets(model):
         net.forward = _ServedDeltaNet(net)
@@ -129,13 +129,13 @@ def state_shape(model: PreTrainedModel) -> StateShape | None:
 
 class _ServedDeltaNet:
     def __init__(self, module: Any) -> None:
-        self._module, self._alone = module, module.forward
+        self._module, self._original = module, module.forward
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         plan = current_plan()
         if plan is None:
-            return self._alone(hidden_states, *args, **kwargs)
-        assert plan.states is not None, "the engine made no states for this model"
+            return self._original(hidden_states, *args, **kwargs)
+        assert plan.states is not None, "the engine has no states for this model"
         net = self._module
         inputs, z = project(net, hidden_states)
         out = plan.states.run(net.layer_idx, inputs, conv_weight(net), heads_of(net))

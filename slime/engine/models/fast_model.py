@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from slime.engine.lora.bank import LoraBank
 
 _ROPE_CHUNK = 4096
-# Whose router is softmax, then top-k.
+# MoE layers whose router is softmax, then top-k.
 _KNOWN_MOE = ("Qwen3MoeSparseMoeBlock", "Qwen3VLMoeTextSparseMoeBlock")
 
 
@@ -101,7 +101,7 @@ class FastModel:
         return F.linear(normed, self._head.weight, self._head.bias)
 
     def _gather_rotary(self, positions: torch.Tensor) -> Rotary:
-        """Return RoPE for tokens with positions [T, 3]: each dimension of a head is rotated by one of the three."""
+        """Return RoPE for positions [T, 3]: each dimension of a head uses one of the three."""
         assert self._axes is not None, "a model without a vision tower"
         rows, table = positions.index_select(1, self._axes), self._rotary  # [T, dim]
         return Rotary(cosines=table.cosines.gather(0, rows), sines=table.sines.gather(0, rows))
@@ -123,7 +123,7 @@ class _Norm:
 
 
 class _Layer:
-    """`pairs`: how many pairs of dimensions RoPE rotates, of models with gated delta nets."""
+    """`pairs`: how many pairs of dimensions RoPE rotates, in models with gated delta nets."""
 
     def __init__(
         self, layer: Any, kernels: Kernels, lora: LoraBank | None, pairs: int | None
@@ -253,14 +253,14 @@ def _make_qk_norm(attention: Any) -> QueryKeyNorm | None:
 
 
 def text_model(model: PreTrainedModel) -> Any:
-    """Return the layers of a model that generate text: beside a vision tower they are nested."""
+    """Return the text model, which is nested in models with a vision tower."""
     body: Any = model.model
     return getattr(body, "language_model", body)
 
 
 @torch.no_grad()
 def _rope_axes(body: Any, model: PreTrainedModel) -> torch.Tensor:
-    """Return [dim] int64: whether time, row or column rotates a dimension, found by moving one at a time."""
+    """Return [dim] int64: whether time, row or column rotates a dimension, found by varying one at a time."""
     like = torch.empty(0, dtype=torch.float32, device=body.rotary_emb.inv_freq.device)
     moved = torch.eye(3, dtype=torch.int64, device=like.device)[:, None]  # [3, 1, 3 tokens]
     cosines, sines = body.rotary_emb(like, moved)
@@ -281,7 +281,9 @@ def _make_rotary(body: Any, model: PreTrainedModel, context_len: int) -> Rotary:
     for start in range(0, context_len + 1, _ROPE_CHUNK):
         end = min(start + _ROPE_CHUNK, context_len + 1)
         positions = torch.arange(start, end, device=like.device)[None]  # [1, T]
-        if hasattr(body.rotary_emb, "mrope_section"):  # before 5.18 it takes [3, 1, T] alone
+        if hasattr(
+            body.rotary_emb, "mrope_section"
+        ):  # transformers before 5.18 only takes [3, 1, T]
             positions = positions.expand(3, 1, -1)
         cos, sin = body.rotary_emb(like, positions)
         cosines.append(cos[0])

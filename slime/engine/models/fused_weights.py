@@ -1,4 +1,4 @@
-"""Weights that run as one matmul, while the parameters of the Hugging Face modules stay what they are."""
+"""Weights fused into one matmul, of which the parameters of the Hugging Face modules are views."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime.engine.kernels.interface import AdapterRows, Affine, Kernels
 if TYPE_CHECKING:
     from slime.engine.lora.bank import LoraBank
 
-_ALIGNED = 16  # rows: those of the output begin at addresses that cuBLAS is fast with
+_ALIGNED = 16  # rows; aligns the output rows for fast cuBLAS kernels
 
 
 class Projection:
@@ -58,9 +58,9 @@ class Projection:
 def join_linears(
     owner: nn.Module, name: str, linears: tuple[nn.Linear, ...], below: int = 0
 ) -> Affine:
-    """Fuse linears into one weight and bias; theirs become views, so that weight updates write to both.
+    """Fuse linears into one weight and bias; their own become views, so that weight updates apply to both.
 
-    `below`: so many rows of zeros follow.
+    `below`: number of zero rows to append.
     """
     weights, biases = [x.weight.data for x in linears], [x.bias for x in linears]
     if below:

@@ -1,8 +1,8 @@
-"""Layers of the fast path that models with gated delta nets have instead of Llama's.
+"""Fast-path layers of models with gated delta nets, where they differ from Llama's.
 
-Attention has a gate on its output, and RoPE on the first part of a head alone. The kernels rotate dimension
-i with i + dim / 2, so the dimensions of queries and keys are put into an order in which the rotated ones
-are such pairs; scores do not depend on the order::
+Attention has a gate on its output, and RoPE only on the first part of a head. The kernels rotate dimension
+i with i + dim / 2, so the dimensions of queries and keys are permuted such that the rotated ones form these
+pairs; scores do not depend on the order::
 
     Hugging Face   rotated a | rotated b | rest        (dim 256: 32, 32, 192)
     here           rotated a | rest | rotated b | rest
@@ -38,7 +38,7 @@ def is_hybrid(model: PreTrainedModel) -> bool:
 
 
 def spread_rotary(rotary: Rotary, dim: int) -> Rotary:
-    """Return RoPE for whole heads in the order of this file: the rest is not rotated."""
+    """Return RoPE tables for whole heads in the permuted order; other dimensions are not rotated."""
     half, pairs = dim // 2, rotary.cosines.shape[1] // 2
     positions = len(rotary.cosines)
     cosines, sines = rotary.cosines.new_ones(positions, dim), rotary.sines.new_zeros(positions, dim)
@@ -49,7 +49,7 @@ def spread_rotary(rotary: Rotary, dim: int) -> Rotary:
 
 
 def _dim_order(dim: int, pairs: int) -> torch.Tensor:
-    """Return which dimension of a head of Hugging Face stands where."""
+    """Return the permutation: the Hugging Face dimension at each position of a head."""
     rest = list(range(2 * pairs, dim))
     gap = dim // 2 - pairs
     return torch.tensor([*range(pairs), *rest[:gap], *range(pairs, 2 * pairs), *rest[gap:]])
@@ -101,7 +101,7 @@ class GatedAttention:
         return self._out(attended, adapters)
 
     def _qk_norm(self) -> QueryKeyNorm:
-        """Return the weights that an update writes to, in Hugging Face's order, less one."""
+        """Return the parameters themselves, in Hugging Face's order and minus one, so that updates apply."""
         attention = self._attention
         return QueryKeyNorm(
             query=attention.q_norm.weight,
@@ -155,8 +155,7 @@ class DeltaNet:
 def _interleaved_columns(net: Any) -> torch.Tensor:
     """Return where q, k, v, z, b and a of all heads are in the outputs of Qwen3-Next's two projections.
 
-    Each key head has its query, its key, and values and z of its value heads side by side; b and a follow
-    in the same way.
+    Query, key, and the values and z of its value heads are interleaved by key head, and so are b and a.
     """
     repeat = net.num_v_heads // net.num_k_heads
     key, values = net.head_k_dim, repeat * net.head_v_dim
@@ -179,7 +178,7 @@ class _Mlp(Protocol):
 
 
 class SharedExpertMoe:
-    """Experts beside a shared one with a gate; routed experts without kernels are Hugging Face's."""
+    """Routed experts plus a gated shared expert; without MoE kernels the routed ones run as Hugging Face modules."""
 
     def __init__(
         self, mlp: Any, routed: _Mlp | None, shared: _Mlp, kernels: Kernels, lora: LoraBank | None

@@ -36,7 +36,7 @@ _DTYPES = {
     "float32": torch.float32,
 }
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
-_SERVED_AS = {"mimo": "qwen2"}  # the same layers but for its MTP layer, which does not generate
+_SERVED_AS = {"mimo": "qwen2"}  # the same layers; its extra MTP layer is not used to generate
 _DEFAULT_CONTEXT = 4096  # of models without max_position_embeddings
 
 
@@ -83,7 +83,7 @@ def _make_model(
 
 
 def takes_images(model_path: str, config: PreTrainedConfig, load_format: str = "auto") -> bool:
-    """Return whether a model is loaded with its vision tower: Qwen3.5 also has checkpoints without."""
+    """Return whether to load the vision tower: Qwen3.5 also has checkpoints without one."""
     if config.model_type not in VISION:
         return False
     if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -118,7 +118,7 @@ def context_len(args: EngineArgs, model: PreTrainedModel) -> int:
             "remove it or lower it"
         )
     chosen = args.context_length or most or _DEFAULT_CONTEXT
-    short = _longrope_border(model)
+    short = _longrope_limit(model)
     if short is not None and chosen > short:
         raise UserError(
             f"{type(model).__name__} has longrope, which changes the RoPE of a whole text once it has more than "
@@ -129,14 +129,14 @@ def context_len(args: EngineArgs, model: PreTrainedModel) -> int:
     return chosen
 
 
-def _longrope_border(model: PreTrainedModel) -> int | None:
-    """Return the longest text with the short factors of longrope; None for models without it."""
+def _longrope_limit(model: PreTrainedModel) -> int | None:
+    """Return the maximum length with longrope's short factors; None for models without longrope."""
     config: Any = model.config.get_text_config()
     given = getattr(config, "rope_parameters", None) or {}
     for rope in (given, *(value for value in given.values() if isinstance(value, dict))):
         if rope.get("rope_type") == "longrope":
-            border = rope.get("original_max_position_embeddings")
-            return border or config.original_max_position_embeddings
+            limit = rope.get("original_max_position_embeddings")
+            return limit or config.original_max_position_embeddings
     return None
 
 

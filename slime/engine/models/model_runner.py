@@ -133,7 +133,7 @@ class ModelRunner:
         self._steps: StepRunner | None = None
 
     def _load_tower(self, model_path: str) -> None:
-        """Prepare for images; without what reads them the model generates from text alone."""
+        """Load image processor and vision tower; if that is impossible, serve text only."""
         try:
             self.images = load_image_processor(model_path)
             self.tower = VisionTower(self.model, self.images)
@@ -167,7 +167,7 @@ class ModelRunner:
             self._steps = CpuRunner(self._fast, cache, scheduler, self.deterministic, self.tower)
 
     def launch(self, step: Step) -> PendingStep:
-        """Start one step: compute all its tokens and sample the next one where one is due."""
+        """Start one step: compute all its tokens and sample the next ones."""
         assert self._steps is not None
         pending = self._steps.launch(step)
         if not step.drafts:

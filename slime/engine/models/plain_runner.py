@@ -60,7 +60,7 @@ class PlainRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> FinishedStep:
-        """Compute all tokens of the step and sample the next token where one is due."""
+        """Compute all tokens of the step and sample the next tokens."""
         if self._scheduler.new_pages:
             self._cache.wipe([0, *self._scheduler.new_pages])
         if self._cache.states is not None and self._scheduler.states is not None:
@@ -153,9 +153,9 @@ class RoutedExperts:
         self._chosen = np.full(shape, -1, np.int32)
         self._seen: dict[int, torch.Tensor] = {}
         for layer, router in routers.items():
-            router.register_forward_hook(self._note(layer, type(model).__name__))
+            router.register_forward_hook(self._make_hook(layer, type(model).__name__))
 
-    def _note(self, layer: int, model_name: str):
+    def _make_hook(self, layer: int, model_name: str):
         def hook(module: torch.nn.Module, inputs: object, output: object) -> None:
             parts = output if isinstance(output, tuple) else (output,)
             for part in reversed(parts):

@@ -1,8 +1,8 @@
-"""Checks at start that a model of an unknown family gives the same log-probs in the engine as on its own.
+"""Checks at startup that an unknown model family has the same log-probs in the engine as in Hugging Face.
 
 Recurrent layers keep state outside of the KV cache, and other models use attention masks of their own. With
-chunked prefill and batching these would silently give wrong results. So two short sequences are run both
-through the engine and through the model before the first request.
+chunked prefill and batching these would silently give wrong results. So two short sequences are run through
+the engine and through the original model before the first request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slime.engine.state_cache import StateCache, StateShape
 logger = logging.getLogger(__name__)
 _PROMPT, _OUTPUT, _CHUNK = 24, 4, 14  # tokens: both prompts are prefilled in chunks, batched
 _PAGE, _PAGES = 4, 16
-# Relative to the standard deviation of the log-probs: rounding errors stay below, real ones do not.
+# Relative to the standard deviation of the log-probs: above rounding errors, below real errors.
 _TOLERANCE = {torch.float32: 0.01}
 _TOLERANCE_16_BITS = 0.5
 
@@ -48,8 +48,8 @@ def check_served(
         return
     finally:
         model.set_attn_implementation(IMPLEMENTATION)
-    served = _serve(model, layers, count, states)
-    expected = _ask_model(model, served)
+    served = _run_engine(model, layers, count, states)
+    expected = _reference_log_probs(model, served)
     found = torch.tensor([r.input_log_probs + r.output_log_probs for r in served])
     error = (found - expected).square().mean().sqrt()
     if error <= _TOLERANCE.get(model.dtype, _TOLERANCE_16_BITS) * expected.std() + 1e-5:
@@ -61,7 +61,7 @@ def check_served(
 
 
 @torch.inference_mode()
-def _serve(
+def _run_engine(
     model: PreTrainedModel,
     layers: dict[int, LayerShape],
     count: int,
@@ -110,7 +110,7 @@ def _request(text: int, count: int, model: PreTrainedModel) -> Request:
 
 
 @torch.inference_mode()
-def _ask_model(model: PreTrainedModel, requests: list[Request]) -> torch.Tensor:
+def _reference_log_probs(model: PreTrainedModel, requests: list[Request]) -> torch.Tensor:
     """Return the log-probs of all tokens but the first by the model's own attention, [2, T - 1]."""
     rows: list[torch.Tensor] = []
     model.set_attn_implementation("eager")

@@ -1,7 +1,7 @@
 """The vision tower: from images to the hidden states of their tokens.
 
-The tower is transformers' module. It runs once per image content, on each image alone, so that its output
-does not depend on other images; the outputs of recent images are kept.
+The tower is the transformers module. It runs once per distinct image, on one image at a time, so its output
+does not depend on other images; the outputs of recent images are cached.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slime.data.images import ImageProcessor
 from slime.engine.kernels.interface import ImageInputs
 from slime.engine.scheduler.prompt_images import ImageRows, PlacedImage
 
-CACHED_BYTES = 1 << 30  # of outputs
+CACHED_BYTES = 1 << 30  # of cached outputs
 
 
 class VisionTower:
@@ -35,11 +35,11 @@ class VisionTower:
         return sum(output.nbytes for output in self._outputs.values())
 
     def forget(self) -> None:
-        """Drop all outputs: the weights of the tower change, or memory is released."""
+        """Drop the cached outputs, when the tower's weights change or memory is released."""
         self._outputs.clear()
 
     def inputs(self, rows: list[ImageRows]) -> ImageInputs | None:
-        """Return what replaces the embeddings of the image tokens of a forward; None if it has none."""
+        """Return the embeddings of the image tokens of a forward; None if there are none."""
         if not rows:
             return None
         parts = [self._output(r.image)[:, r.first : r.first + r.count] for r in rows]

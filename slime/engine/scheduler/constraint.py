@@ -3,7 +3,7 @@
     "{" generated so far  ──▶  allowed: '"', "}" if nothing is required, whitespace  ──▶  all other logits: -inf
 
 Schemas come from clients. llguidance compiles them without backtracking, fetches nothing, and bounds memory and
-time of a grammar and of each token (`_LIMITS`); what is over a limit is refused or ends its request.
+time of a grammar and of each token (`_LIMITS`); exceeding a limit fails the request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LIMITS = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-# These hold whatever "x-guidance" a schema has: no endless whitespace, no keyword that is ignored.
+# They override a schema's own "x-guidance": whitespace is bounded, and unknown keywords are errors.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{1,32}", "lenient": False}
 _ERROR_CHARS = 200
 
@@ -47,7 +47,7 @@ class Constraints:
         try:
             convert = importlib.import_module("llguidance.hf").from_tokenizer
             self._tokenizer = convert(tokenizer, n_vocab=vocab_size, eos_token=ends)
-        except Exception as error:  # of a tokenizer that it does not know; the request is refused
+        except Exception as error:  # llguidance does not support this tokenizer
             raise RequestError(f"constrained decoding: {_first_line(error)}") from error
 
     def make(self, params: SamplingParams) -> Constraint:
@@ -63,7 +63,7 @@ class Constraints:
             except ValueError as error:
                 raise RequestError(f"json_schema: {_first_line(error)}") from None
         matcher = library(self._tokenizer, grammar, log_level=0, limits=limits)
-        # The first mask is the slowest, a second for a hostile grammar: not on the engine's thread.
+        # The first mask takes up to a second for a hostile grammar: compute it here, not in the engine thread.
         matcher.compute_bitmask()
         if matcher.is_error():
             name = "json_schema" if params.regex is None else "regex"
@@ -77,7 +77,7 @@ class Constraint:
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
         self._num_consumed = 0
-        self.error = ""  # why it cannot be followed any longer
+        self.error = ""  # why decoding can no longer follow it
 
     def copy(self) -> Constraint:
         """Return the same constraint for another response; none of its tokens are consumed."""

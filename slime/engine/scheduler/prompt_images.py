@@ -1,7 +1,7 @@
 """The images of a prompt: where their tokens are, their RoPE positions, and keys for the prefix cache.
 
-Tokens of all images have the same id. The prefix cache must tell them apart by content, so its keys are
-made of an image's hash and the offset in it. A prompt with an image of 4 tokens, in 2 rows:
+All image tokens have the same id. The prefix cache must distinguish them by content, so their keys are the
+image's hash plus the offset in it. A prompt with an image of 4 tokens, in 2 rows:
 
     tokens       7 [start] [image] [image] [image] [image] [end]
     cache keys   7 [start]   h+0     h+1     h+2     h+3   [end]      h: negative, from the hash
@@ -41,7 +41,7 @@ class ImageRows:
     count: int
 
     def within(self, start: int, count: int) -> list[ImageRows]:
-        """Return those among the `count` tokens from `start` on, as tokens of a forward of these alone."""
+        """Return the part inside tokens start .. start + count, renumbered for a forward of only those."""
         low, high = max(self.at, start), min(self.at + self.count, start + count)
         if low >= high:
             return []
@@ -51,7 +51,7 @@ class ImageRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptImages:
-    """What all samples of one prompt share."""
+    """The images of a prompt, shared by all its samples."""
 
     placed: tuple[PlacedImage, ...]
     keys: list[int]  # of the prompt's tokens in the prefix cache
@@ -59,7 +59,7 @@ class PromptImages:
 
     @property
     def delta(self) -> int:
-        """Return what is added to the index of a token behind the prompt to get its position."""
+        """Return RoPE position minus index for tokens after the prompt."""
         return int(self.positions.max()) + 1 - len(self.positions)
 
     def rope_positions(self, start: int, end: int) -> np.ndarray:
@@ -79,7 +79,7 @@ class PromptImages:
 
 
 def place_images(tokens: list[int], images: list[bytes], processor: ImageProcessor) -> PromptImages:
-    """Find the tokens of each image in a prompt; raise RequestError unless they are as many as it has."""
+    """Find the tokens of each image in a prompt; raise RequestError if their number is wrong."""
     try:
         grids = [processor.pixels(data).grid for data in images]
     except UserError as error:
@@ -91,7 +91,7 @@ def place_images(tokens: list[int], images: list[bytes], processor: ImageProcess
     if found != sum(counts):
         raise RequestError(
             f"the prompt has {found} image tokens (id {processor.image_token}), and its {len(images)} images "
-            f"have {sum(counts)}: repeat the placeholder of each image once per token of it"
+            f"need {sum(counts)}: repeat the placeholder of each image once per image token"
         )
     placed, keys, at = [], list(tokens), 0
     for data, count in zip(images, counts, strict=True):
@@ -99,7 +99,7 @@ def place_images(tokens: list[int], images: list[bytes], processor: ImageProcess
         at = start + count
         if tokens[start:at].count(processor.image_token) != count:
             raise RequestError(
-                f"image {len(placed)} has {count} tokens, which are not side by side in the prompt"
+                f"image {len(placed)} has {count} tokens, which are not contiguous in the prompt"
             )
         digest = content_hash(data)
         base = -1 - int(digest, 16) * _MOST_TOKENS

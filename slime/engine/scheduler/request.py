@@ -36,7 +36,7 @@ class VersionSpan:
 
 @dataclass(kw_only=True, eq=False)
 class Request:
-    """`token_ids` is the prompt and then the output; `num_computed` of them have their keys and values
+    """`token_ids` is the prompt followed by the output; the keys and values of `num_computed` of them are
     in the cache, in `pages` in order. `num_pending` more were sampled on the device and are not known yet.
 
         prompt [5, 9, 5], two tokens generated, the second not yet run through the model::
@@ -56,13 +56,13 @@ class Request:
     seed: int
     eos_ids: frozenset[int] = frozenset()  # empty with ignore_eos
     return_logprob: bool = False
-    num_top_log_probs: int = 0  # most likely tokens to return beside each output token
+    num_top_log_probs: int = 0  # most likely tokens to return for each output token
     constraint: Constraint | None = None  # which tokens may follow; None: all
     return_routed_experts: bool = False
     logprob_start_len: int = -1  # -1: no log-probs of the prompt
     stream: bool = False
-    adapter: Adapter | None = None  # None: the base alone
-    images: PromptImages | None = None  # None: text alone
+    adapter: Adapter | None = None  # None: base model only
+    images: PromptImages | None = None  # None: text only
     arrival: float = field(default_factory=time.perf_counter)
     # kept by the scheduler
     pages: list[int] = field(default_factory=list)
@@ -71,10 +71,10 @@ class Request:
     num_cached: int = 0  # prompt tokens found in the prefix cache when first admitted
     num_retractions: int = 0
     row: int = -1  # row of the page table while running
-    # Which generation of the prefix cache the pages may go to, and the adapter they were computed with.
+    # Epoch of the prefix cache and cache key of the adapter when the request started.
     cache_epoch: tuple[int, int] = (-1, 0)
-    # With recurrent layers: up to where the prefix cache had pages at the start, and the row of a saved
-    # state with the number of tokens before it.
+    # With recurrent layers: tokens whose pages the prefix cache had at the start, and a saved state as
+    # (row, number of tokens before it).
     branch_point: int = 0
     saved_state: tuple[int, int] | None = None
     draft_history: DraftHistory | None = None  # set by the first decoding step with drafts
@@ -103,19 +103,19 @@ class Request:
 
     @property
     def cache_key(self) -> int:
-        """Return what separates its prefixes in the cache from others': its adapter and that's version."""
+        """Return the namespace of its prefixes in the cache: one per adapter version, 0 for the base."""
         return 0 if self.adapter is None else self.adapter.cache_key
 
     @property
     def cache_ids(self) -> list[int]:
-        """Return what stands for its tokens in the prefix cache: their ids, and those of images by content."""
+        """Return its tokens as prefix cache keys: token ids, or content hashes at image tokens."""
         if self.images is None:
             return self.token_ids
         return self.images.keys + self.output_ids
 
     @property
     def rope_delta(self) -> int:
-        """Return the RoPE position of a token behind the prompt, less its index."""
+        """Return RoPE position minus index for tokens after the prompt."""
         return 0 if self.images is None else self.images.delta
 
     @property

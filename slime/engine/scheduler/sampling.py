@@ -1,11 +1,11 @@
 """Samples the next token of every row, each with its own parameters and its own random stream.
 
 Inverse transform sampling: one uniform number per token from a counter-based hash of the request's seed and
-the token's position, looked up in the cumulative distribution of the row. So a request gets the same tokens
-whatever else is in the batch, also after an interruption.
+the token's position, looked up in the cumulative distribution of the row. So the tokens of a request depend
+neither on the rest of the batch nor on interruptions.
 
-The fast path samples with the kernels, by the same rule (`SamplingState`), and here only for requests with
-parameters that the kernels lack; the plain path always samples here.
+The fast path samples in the kernels with the same method (`SamplingState`), and here only for requests with
+parameters that the kernels do not support; the plain path always samples here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BatchSampler:
         self._shaped = [
             i for i, p in enumerate(params) if p.penalized or p.min_new_tokens or p.constrained
         ]
-        self._topped = [i for i, r in enumerate(requests) if r.num_top_log_probs]
+        self._top_rows = [i for i, r in enumerate(requests) if r.num_top_log_probs]
 
     def sample(
         self, logits: torch.Tensor, positions: np.ndarray
@@ -70,8 +70,8 @@ class BatchSampler:
         """
         logits = logits.float()
         log_probs = torch.log_softmax(self._scaled(logits), dim=-1)
-        if self._topped:
-            _keep_top(log_probs[self._topped], [self._requests[i] for i in self._topped])
+        if self._top_rows:
+            _record_top(log_probs[self._top_rows], [self._requests[i] for i in self._top_rows])
         shaped = log_probs
         if self._shaped:
             logits = _shape(logits, [(i, self._requests[i]) for i in self._shaped])
@@ -83,7 +83,7 @@ class BatchSampler:
         return logits if self._scale is None else logits / self._scale
 
     def _choose(self, log_probs: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
-        """Return token ids [R]: the argmax of greedy rows, a sample of the others."""
+        """Return token ids [R]: the argmax of greedy rows, samples for all other rows."""
         if self._all_greedy:
             return log_probs.argmax(dim=-1)
         probs = log_probs.exp()
@@ -102,7 +102,7 @@ class BatchSampler:
         return tokens
 
 
-def _keep_top(log_probs: torch.Tensor, requests: list[Request]) -> None:
+def _record_top(log_probs: torch.Tensor, requests: list[Request]) -> None:
     """Append the most likely tokens and their log-probs to each request."""
     count = min(max(r.num_top_log_probs for r in requests), log_probs.shape[1])
     values, tokens = log_probs.topk(count, dim=-1)
@@ -236,7 +236,7 @@ def sample_special(
     *,
     ends_forbidden: bool = False,
 ) -> bool:
-    """Sample again, in torch, for requests with special parameters; return whether there were any.
+    """Resample in torch for requests with special parameters; return whether there were any.
 
     With `ends_forbidden` the kernel has applied `forbidden_ends`, so min_new_tokens alone is not special.
     """

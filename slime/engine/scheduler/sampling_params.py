@@ -19,15 +19,15 @@ _SMALLEST_TEMPERATURE = 1e-6  # below it, as with SGLang, decoding is greedy
 _LARGEST = 1e30  # a float32 that can still be divided by the smallest temperature
 MOST_REQUESTS = 16384  # of one call: prompts times `n`
 _MOST_STOPS = 64
-_LONGEST_STOP = 1024  # bytes; as many tokens are decoded at every step to find it
+_LONGEST_STOP = 1024  # bytes; up to that many tokens are decoded at every step to find it
 _LONGEST_CONSTRAINT = {"json_schema": 1 << 15, "regex": 1 << 12}  # characters
 
 
 class RequestError(ValueError):
     """An invalid request; becomes HTTP 400 with this text.
 
-    `plain`: the body is {"error": text} and not {"error": {"message": text}}, as SGLang has it for
-    mistakes inside sampling_params.
+    `plain`: the body is {"error": text} instead of {"error": {"message": text}}, as SGLang answers errors
+    in sampling_params.
     """
 
     def __init__(self, message: str, *, plain: bool = False) -> None:
@@ -89,7 +89,7 @@ class SamplingParams:
 
     @cached_property
     def special(self) -> bool:
-        """Return whether sampling needs more than a temperature: filters, or the tokens sampled before."""
+        """Return whether sampling needs more than a temperature."""
         return self.reshaped or self.min_new_tokens > 0
 
     @cached_property

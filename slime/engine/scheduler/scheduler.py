@@ -52,7 +52,7 @@ class Scheduler:
         self.running: list[Request] = []  # oldest first
         # The last row is the padding row: its pages are 0, the padding page.
         self.page_table = np.zeros((max_running + 1, max_pages_per_request), np.int32)
-        # Slot of the adapter of each row, -1 for the base alone.
+        # Slot of the adapter of each row, -1: base model only.
         self.row_slots = np.full(max_running + 1, -1, np.int32)
         self.page_writes: list[
             tuple[int, int, list[int]]
@@ -118,9 +118,9 @@ class Scheduler:
         return Step(decoding=[], rows=rows[:0], positions=lens[:0], prefill=spans, drafts=drafts)
 
     def complete(self, step: Step) -> None:
-        """Account for a launched step: its tokens are in the cache and the next ones sampled, though not
-        known yet. Full pages of prompts become shareable; `page_writes` and `new_pages` are cleared, and so
-        are copies of states, before those that the next step must start with are added."""
+        """Account for a launched step: its tokens are in the cache, and the sampled ones are pending. Full
+        pages of prompts become shareable. Clear `page_writes`, `new_pages` and the state copies of this step,
+        then add the state copies that must precede the next step."""
         self.page_writes.clear()
         self.new_pages.clear()
         if self.states is not None:
@@ -168,7 +168,7 @@ class Scheduler:
 
     def flush(self) -> None:
         self.cache.clear()
-        if self.states is not None:  # to rows that the cache had
+        if self.states is not None:  # their target rows belonged to the cache
             self.states.copies.clear()
 
     def _refresh(self) -> None:
@@ -187,7 +187,7 @@ class Scheduler:
         wanting = {self._decoding[i] for i in full}.union(self._prompts)
         prompts = set(self._prompts)
         for request in [r for r in self.running if r in wanting] if wanting else []:
-            if request.row < 0:  # retracted in favour of an older one
+            if request.row < 0:  # retracted to free pages for an older request
                 continue
             if request not in prompts:
                 self._allocate_pages(request, int(self._lens[request.row]))
@@ -241,8 +241,8 @@ class Scheduler:
         self.waiting.extendleft(reversed(skipped))
 
     def _hold_if_fits(self, request: Request, prefix: list[int]) -> bool:
-        """Hold the prefix if the whole prompt fits, with one spare page for each running request (without
-        which this one would soon be retracted again)."""
+        """Hold the prefix if the whole prompt fits, with one spare page for each running request; otherwise
+        this request would soon be retracted again."""
         self.pool.hold(prefix)
         needed = self.pool.pages_for(len(request.token_ids) + 1) - len(prefix)
         if needed <= self.pool.num_available - len(self.running):
@@ -274,7 +274,7 @@ class Scheduler:
     def _share_chunk(self, request: Request, states: StateKeeper) -> None:
         """Insert the pages and the state after a chunk of a prompt.
 
-        Up to the branch point the prefix cache had pages, though no state: they replace the request's own.
+        Up to the branch point the prefix cache has pages but no state: they replace the request's own.
         """
         if request.num_computed == request.branch_point:
             count, key = request.num_computed, request.cache_key
@@ -315,7 +315,7 @@ class Scheduler:
         request.cache_epoch = (self.cache.epoch, request.cache_key)
         row = request.row
         self.row_slots[row] = -1 if request.adapter is None else request.adapter.slot
-        self.page_table[row] = 0  # not the pages of the row's previous request
+        self.page_table[row] = 0  # remove the pages of the row's previous request
         self._write_pages(row, 0, prefix.pages)
         self._lens[row] = len(request.token_ids)
         self._capacity[row] = request.num_computed
@@ -371,7 +371,7 @@ class Scheduler:
         request.row = -1
 
     def _is_cacheable(self, request: Request) -> bool:
-        """Return whether the request's KV cache and the prefix cache were computed with the same weights and adapter."""
+        """Return whether its pages have the weights and the adapter version of the prefix cache."""
         return self._use_prefix_cache and request.cache_epoch == (
             self.cache.epoch,
             request.cache_key,

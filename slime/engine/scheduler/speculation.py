@@ -1,4 +1,4 @@
-"""Speculative decoding by prompt lookup (n-gram drafts): the tokens that followed the last ones earlier.
+"""Speculative decoding by prompt lookup: draft the tokens that followed an earlier occurrence of the last n-gram.
 
     text so far  ... the cat sat on the mat. the cat        newest token: "cat"
     draft                                    sat on the     what followed "the cat" earlier
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.step import PendingStep, StepOutput
 
-_FEWEST, _MOST = 2, 4  # n-gram sizes that are looked up
+_MIN_NGRAM, _MAX_NGRAM = 2, 4  # n-gram sizes that are looked up
 DEFAULT_WINDOW = 12  # tokens of a request in one forward, SGLang's default for NGRAM
 
 
@@ -32,7 +32,7 @@ class DraftHistory:
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     num_seen: int = 0  # tokens of the text that are in `ends`
-    reach: int = 1 << 30  # maximum draft length, adapted to how the last draft did
+    reach: int = 1 << 30  # maximum draft length, adapted to how many draft tokens were accepted
     num_steps: int = 0
     num_proposed: int = 0
     num_correct: int = 0
@@ -40,17 +40,17 @@ class DraftHistory:
     def find(self, text: list[int]) -> int | None:
         """Return the position of the token that last followed the n-gram at the end of the text."""
         for end in range(max(self.num_seen, 1), len(text)):
-            for size in range(_FEWEST, min(_MOST, end) + 1):
+            for size in range(_MIN_NGRAM, min(_MAX_NGRAM, end) + 1):
                 self.ends[tuple(text[end - size : end])] = end
         self.num_seen = len(text)
-        for size in range(min(_MOST, len(text)), _FEWEST - 1, -1):
+        for size in range(min(_MAX_NGRAM, len(text)), _MIN_NGRAM - 1, -1):
             end = self.ends.get(tuple(text[-size:]))
             if end is not None:
                 return end
         return None
 
     def count(self, num_proposed: int, num_correct: int) -> None:
-        """Update the statistics; double the draft length after a fully accepted draft, else cut it."""
+        """Update the statistics; double the draft length after a fully accepted draft, else reduce it."""
         self.num_steps += 1
         self.num_proposed += num_proposed
         self.num_correct += num_correct
@@ -60,19 +60,19 @@ class DraftHistory:
 
 
 class Drafter:
-    """Makes drafts; `window` is the maximum of tokens of a request in one forward, the newest included."""
+    """Makes drafts; `window`: maximum tokens per request and forward, including the newest token."""
 
     def __init__(self, window: int) -> None:
-        self._most = window - 1
+        self._max_draft = window - 1
 
     def draft(self, request: Request, most: int) -> list[int]:
         """Return up to `most` draft tokens."""
         if request.draft_history is None:
             request.draft_history = DraftHistory()
         params = request.params
-        most = min(most, self._most, request.draft_history.reach)
-        # Penalties, min_new_tokens and constraints make a distribution depend on the tokens before it, drafts
-        # included; top log-probs are kept for accepted tokens only.
+        most = min(most, self._max_draft, request.draft_history.reach)
+        # Penalties, min_new_tokens and constraints depend on all earlier tokens, including drafts; top
+        # log-probs must be recorded for accepted tokens only.
         special = params.penalized or params.min_new_tokens or params.constrained
         if most < 1 or special or request.num_top_log_probs:
             return []

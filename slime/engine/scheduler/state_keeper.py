@@ -1,14 +1,14 @@
-"""When recurrent states are saved, so that prefixes can be reused and retracted requests need not start over.
+"""Saves recurrent states, so that prefixes can be reused and retracted requests need not start over.
 
-A state can only be saved when it is there, after the last token of a forward. So the chunks of a prompt
-are cut where later requests will want to continue:
+A state exists only after the last token of a forward, so prompts are cut into chunks at the positions where
+later requests are likely to continue:
 
     prompt   |--- pages in the cache ---|--- the prompt's own pages ---|- rest -|
     chunks   |-------------------------->|----------------------------->|------->
     saved                          branch point                 last full page
 
-Chunks that are cut by the budget end at a page, too. Responses are saved every `INTERVAL` tokens, into a
-row that the request holds: their tokens may not be known yet, so it goes to the prefix cache at the end.
+Chunks that are cut by the budget end at a page, too. States of responses are saved every `INTERVAL` tokens in
+a row of the request and enter the prefix cache when it ends, as some of its tokens may still be pending.
 """
 
 from __future__ import annotations
@@ -32,12 +32,8 @@ class StateKeeper:
         self._pool = pool
         self._page_size = page_size
 
-    @property
-    def num_free(self) -> int:
-        return self._pool.num_free
-
     def start(self, request: Request, prefix: Prefix) -> None:
-        """Give the row of a request the state it continues from."""
+        """Copy the state that a request continues from into its row."""
         self.copies.append((RESET if prefix.state is None else prefix.state, request.row))
         request.branch_point = len(prefix.seen) * self._page_size
 
@@ -53,7 +49,7 @@ class StateKeeper:
         return end - start
 
     def save_prompt(self, request: Request) -> None:
-        """Save the state after a chunk of a prompt, if it ends with a page that the prefix cache has."""
+        """Save the state after a chunk of a prompt, if it ends with a cached page that has none."""
         text, count, key = request.cache_ids, request.num_computed, request.cache_key
         if count % self._page_size or not self._cache.lacks_state(text, count, key):
             return
@@ -83,7 +79,7 @@ class StateKeeper:
 def make_caches(
     pool: PagePool, first_row: int, num_saved: int | None
 ) -> tuple[RadixCache, StateKeeper | None]:
-    """Return the prefix cache, and for models with recurrent layers what saves states in it."""
+    """Return the prefix cache, and the StateKeeper of models with recurrent layers."""
     if num_saved is None:
         return RadixCache(pool), None
     states = StatePool(range(first_row, first_row + num_saved))

@@ -1,8 +1,8 @@
-"""One step: what it computes, its tokens as flat arrays, and what comes out of it.
+"""One step: the tokens to compute, as spans of requests and as flat arrays, and the output.
 
-Deterministic mode: every forward has exactly ``FIXED_ROWS`` tokens, each of which attends on its own, so
+Deterministic mode: every forward has exactly ``FIXED_ROWS`` tokens, each a sequence of its own, so
 that all operations have the same shape in every forward and a token's result does not depend, bit for
-bit, on the tokens beside it. `split_fixed` makes those forwards for all runners.
+bit, on the other tokens. `split_fixed` builds these forwards for all runners.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slime.engine.scheduler.prompt_images import ImageRows
 from slime.engine.scheduler.request import Request
 
 FIXED_ROWS = 32  # tokens of every forward in deterministic mode
-LAST_SAMPLED = -1  # as an id: the token last sampled in this row, which the host may not know yet
+LAST_SAMPLED = -1  # placeholder id: the token last sampled in this row, possibly only on the device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class TokenSpan:
 
     @property
     def num_samples(self) -> int:
-        """Return after how many of its last tokens one is sampled."""
+        """Return how many tokens are sampled: one after each of the last `num_samples` tokens."""
         return 1 + len(self.draft) if self.samples else 0
 
 
@@ -128,9 +128,8 @@ class StepBatch:
     scored_at: (
         np.ndarray
     )  # int64, tokens whose logits give the log-prob of the prompt token after them
-    # RoPE positions [T, 3] int32; None where they are `positions`, without images. Image tokens among the T.
-    rope: np.ndarray | None = None
-    images: list[ImageRows] = field(default_factory=list)
+    rope: np.ndarray | None = None  # RoPE positions [T, 3] int32; None: `positions` (no images)
+    images: list[ImageRows] = field(default_factory=list)  # image tokens among the T
 
 
 def make_batch(step: Step) -> StepBatch:

@@ -1,4 +1,4 @@
-"""`python -m slime.engine.server --model-path DIR`: one engine behind SGLang's HTTP protocol."""
+"""`python -m slime.engine.server --model-path DIR`: serves one engine over SGLang's HTTP protocol."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from slime.config.env import read_env, set_default_env
 from slime.utils.gc_tuning import collector_off
 
-# Read when torch loads OpenMP. Threads spin about 1 ms at a barrier before they sleep instead of 15 ms:
-# a sixth slower on idle cores, and many times faster where other processes use them too.
+# Read when torch loads OpenMP. Threads spin about 1 ms at a barrier before they sleep instead of 15 ms: a
+# sixth slower on idle cores, and many times faster if other processes use the cores too.
 set_default_env(GOMP_SPINCOUNT="30000")
 
 with collector_off():
@@ -30,7 +30,7 @@ with collector_off():
     from slime.utils.http_guard import GuardedServer, HttpLimits
 
 logger = logging.getLogger(__name__)
-_SWITCH_SECONDS = 0.0005  # the engine's thread waits at most this long for the one that serves HTTP
+_SWITCH_SECONDS = 0.0005  # GIL switch interval: bounds the engine thread's wait for the HTTP thread
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,7 +85,7 @@ def _listen(args: EngineArgs) -> socket.socket:
 
 
 def _key(args: EngineArgs) -> str | None:
-    """Return SLIME_ENGINE_TOKEN, as runs set it, or --api-key, which other users of the machine can read."""
+    """Return SLIME_ENGINE_TOKEN, which runs set, or --api-key, which other users of the machine can read."""
     key = read_env().engine_token or args.api_key
     if not key:
         logger.warning(

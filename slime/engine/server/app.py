@@ -1,7 +1,7 @@
 """HTTP routes of the engine.
 
 With a key, every route requires it except /health, /health_generate and /ready, which reveal nothing.
-Without a key, control routes are closed and the others are open, as SGLang's are.
+Without a key, control routes are closed and all other routes are open, as in SGLang.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from slime.utils.http_guard import (
 )
 from slime.utils.machine import process_memory
 
-_CONTROL_BODY = 1024 * MIB  # metadata of weights, from clients that have the key
+_CONTROL_BODY = 1024 * MIB  # weight metadata; control routes require the key
 _INLINE_BODY = MIB  # bodies up to this size are parsed on the event loop, larger ones on a thread
 _TEXT_S = 20.0
 _REPLIES_AT_A_TIME = 256
@@ -124,7 +124,7 @@ class EngineApp:
         return _json(replies if generation.is_batch else replies[0])
 
     async def _parse(self, data: bytes) -> Generation:
-        """Parse small bodies without text and images on the event loop, all others on a thread."""
+        """Parse small bodies without text, images or constraints on the event loop, others on a thread."""
         if len(data) > _INLINE_BODY:
             return await self._workers.run(lambda: self._parse_body(_parse_json(data)))
         body = _parse_json(data)
@@ -168,7 +168,8 @@ class EngineApp:
 
     async def _health(self, _: web.Request) -> web.Response:
         """Return 200 if the engine thread responds, or is busy with a call such as a weight update."""
-        answer = asyncio.wrap_future(self._engine.call(lambda: None))
+        # This route needs no key: a flood of it must not make the engine wait for launched steps.
+        answer = asyncio.wrap_future(self._engine.call(lambda: None, after_steps=False))
         while self._engine.failure is None:
             done, _pending = await asyncio.wait([answer], timeout=_HEALTH_POLL)
             if done or self._engine.in_call:

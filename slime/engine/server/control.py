@@ -24,7 +24,7 @@ from slime.weights.checksum import format_checksum
 T = TypeVar("T")
 Body = dict[str, Any]
 Route = Callable[[Engine, Body], Awaitable[Any]]
-Loader = Callable[[AdapterStore, str, str], Adapter]  # of a name and a version
+Loader = Callable[[AdapterStore, str, str], Adapter]  # (store, name, version)
 PAUSE_MODES = ("abort", "retract", "in_place")
 _FLUSH_POLL = 0.05
 
@@ -106,8 +106,7 @@ async def init_weights_update_group(engine: Engine, body: Body) -> Body:
         "name": _get(body, "group_name", str, "weight_update_group"),
         "backend": _get(body, "backend", str, "nccl"),
     }
-    # On a daemon thread: it blocks until all members have joined, which may never happen, and must keep
-    # neither the engine from serving requests nor the process from exiting.
+    # Joining may block forever: on a daemon thread it blocks neither the engine nor the process's exit.
     join = DaemonCall(lambda: engine.weights.init_group(**options), "init-weights-group")
     return await _reported(join.future)
 
@@ -154,9 +153,9 @@ async def load_lora_adapter(engine: Engine, body: Body) -> Body:
 
 
 async def load_lora_adapter_from_tensors(engine: Engine, body: Body) -> Body:
-    """Load an adapter from shared memory or a broadcast, or update it from memory that was kept; no pickle."""
+    """Load an adapter from shared memory or a broadcast, or update it from a buffer that is still open."""
     loaders = {"slime_shm": _from_buffer, "slime_kept": _from_kept, "slime_group": _from_group}
-    load_format = body.get("load_format")
+    load_format = _get(body, "load_format", str, "")
     if load_format not in loaders:
         raise RequestError(
             'this engine takes no pickled tensors: send load_format "slime_shm" with `handle` and '
@@ -167,7 +166,7 @@ async def load_lora_adapter_from_tensors(engine: Engine, body: Body) -> Body:
 
 
 def _from_buffer(engine: Engine, body: Body) -> Loader:
-    """With `layout` the buffer stays open: "slime_kept" with the same `layout` copies it again."""
+    """Load from shared memory; with `layout` the buffer stays open for later "slime_kept" updates."""
     config, layout = _get(body, "config_dict", dict), _get(body, "layout", str, "")
     metas, handle = parse_metadata(body.get("metadata")), body.get("handle")
 
@@ -187,7 +186,7 @@ def _from_kept(engine: Engine, body: Body) -> Loader:
         try:
             return store.update_in_place(name, layout, version)
         except LayoutUnknown as error:
-            raise Refused(409, f"{error}: send all of it") from None
+            raise Refused(409, f"{error}: send the whole adapter") from None
 
     return load
 
@@ -213,9 +212,9 @@ async def unload_lora_adapter(engine: Engine, body: Body) -> Body:
 
 
 async def _load_adapter(engine: Engine, body: Body, load: Loader, *, named: bool = True) -> Body:
-    """Load a new adapter at once, or replace one as weights are: while no request runs, or paused.
+    """Load a new adapter immediately; replace a loaded one only while no request runs or while paused.
 
-    The reply lists the bound modules if `named`, else it has their number and a digest alone.
+    The reply lists the bound modules if `named`, else only their number and a digest.
     """
     name, version = _get(body, "lora_name", str), body.get("weight_version")
     if body.get("added_tokens_config") or body.get("expected_checksums"):
@@ -233,7 +232,15 @@ async def _load_adapter(engine: Engine, body: Body, load: Loader, *, named: bool
         names = {"bound_modules": list(adapter.modules)} if named else {}
         return {**names, **store.report(adapter)}
 
-    return await _lora_reply(engine, _call(engine, run, exclusive=name in store.adapters))
+    def run_if_new() -> Body | None:
+        # In the engine thread: another load of this name may have run since the request arrived.
+        return None if name in store.adapters else run()
+
+    async def load_or_replace() -> Body:
+        reply = None if name in store.adapters else await _call(engine, run_if_new)
+        return await _call(engine, run, exclusive=True) if reply is None else reply
+
+    return await _lora_reply(engine, load_or_replace())
 
 
 async def _lora_reply(engine: Engine, work: Awaitable[Body | None]) -> Body:

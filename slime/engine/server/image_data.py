@@ -1,6 +1,6 @@
-"""`image_data` of requests: data URIs become image files, one list per prompt, before anything is generated.
+"""`image_data` of requests: decodes data URIs into image files, one list per prompt.
 
-Nothing is read from disk or from the network for a client.
+Clients cannot make it read from disk or from the network.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from slime.engine.scheduler.prompt_images import PromptImages, place_images
 from slime.engine.scheduler.sampling_params import RequestError
 
 _PLACING_S = 20.0
-Images = ImageProcessor | str  # or why the engine takes none
+Images = ImageProcessor | str  # str: why the engine does not support images
 
 
 def read_image_data(body: Any, images: Images, deadline: float, context_len: int) -> Any:
-    """Return the body with `image_data` as one list of image files per prompt; others as they are.
+    """Return the body with `image_data` as one list of image files per prompt; without images, unchanged.
 
     As in SGLang, a batch has one image or list of images per prompt, and a single image is for all prompts.
     """
@@ -40,9 +40,9 @@ def read_image_data(body: Any, images: Images, deadline: float, context_len: int
 
 
 def read_images(group: Any, images: Images, deadline: float, context_len: int) -> list[bytes]:
-    """Return the files of the images of one prompt, each of which the model's processor has accepted.
+    """Return the image files of one prompt, each accepted by the model's image processor.
 
-    Reading ends as soon as they have more tokens than the context, however many there are.
+    Reading stops as soon as the images have more tokens than the context.
     """
     sources = [] if group is None else group if isinstance(group, list) else [group]
     if not sources:

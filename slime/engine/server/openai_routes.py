@@ -61,18 +61,18 @@ class OpenAIRoutes:
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         try:
-            asked = parse_chat(await self._read(http), images=True)
-            return await self._answer(http, asked, *await self._encode_chat(asked))
+            api = parse_chat(await self._read(http), images=True)
+            return await self._answer(http, api, *await self._encode_chat(api))
         except (ApiError, RequestError, Refused) as error:
             return _error(error)
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         try:
-            asked = parse_completion(await self._read(http))
-            if len(asked.prompts) > MOST_REQUESTS:
-                raise ApiError(f"{len(asked.prompts)} prompts; at most {MOST_REQUESTS}")
-            prompts = [await self._encode_prompt(prompt) for prompt in asked.prompts]
-            return await self._answer(http, asked, prompts)
+            api = parse_completion(await self._read(http))
+            if len(api.prompts) > MOST_REQUESTS:
+                raise ApiError(f"{len(api.prompts)} prompts; at most {MOST_REQUESTS}")
+            prompts = [await self._encode_prompt(prompt) for prompt in api.prompts]
+            return await self._answer(http, api, prompts)
         except (ApiError, RequestError, Refused) as error:
             return _error(error)
 
@@ -82,36 +82,36 @@ class OpenAIRoutes:
             return await self._workers.run(lambda: _parse_json(data))
         return _parse_json(data)
 
-    async def _encode_chat(self, asked: ChatRequest) -> tuple[list[list[int]], list[list[bytes]]]:
-        """Return the prompt and its images; work is on threads, and rendering ends with a timeout."""
+    async def _encode_chat(self, api: ChatRequest) -> tuple[list[list[int]], list[list[bytes]]]:
+        """Return the prompt and its images, computed on worker threads; rendering has a timeout."""
         codec, context_len = self._engine.codec, self._limits.context_len
-        if len(asked.messages) > context_len:
+        if len(api.messages) > context_len:
             raise ApiError(
-                f"{len(asked.messages)} messages are more than the model's context length of "
+                f"{len(api.messages)} messages are more than the model's context length of "
                 f"{context_len} tokens",
                 code="context_length_exceeded",
             )
 
         def render(tokenizer: PreTrainedTokenizerBase) -> str:
-            check_template_kwargs(tokenizer, asked.template_kwargs)
-            if asked.tools and drops_tools(tokenizer):
-                self._warn_of_tools()
-            return render_chat(tokenizer, asked.messages, asked.tools, asked.template_kwargs)
+            check_template_kwargs(tokenizer, api.template_kwargs)
+            if api.tools and drops_tools(tokenizer):
+                self._warn_tools_dropped()
+            return render_chat(tokenizer, api.messages, api.tools, api.template_kwargs)
 
         text = await self._workers.run(lambda: codec.render(render), interruptible=True)
         ids = await self._workers.run(lambda: codec.encode_rendered(text, context_len))
-        if not asked.images:
+        if not api.images:
             return [ids], []
 
         def expand() -> tuple[list[list[int]], list[list[bytes]]]:
             known, deadline = self._limits.images, time.monotonic() + _IMAGES_S
-            files = [read_images(asked.images, known, deadline, context_len)]
+            files = [read_images(api.images, known, deadline, context_len)]
             return expand_prompts([ids], {"image_data": files}, known), files
 
         return await self._workers.run(expand)
 
-    def _warn_of_tools(self) -> None:
-        """Say once, in the engine's log, that the model does not see the tools of requests."""
+    def _warn_tools_dropped(self) -> None:
+        """Log once that the model does not see the `tools` of requests."""
         if not self._warned:
             self._warned = True
             logger.warning(
@@ -129,36 +129,34 @@ class OpenAIRoutes:
     async def _answer(
         self,
         http: web.Request,
-        asked: ApiRequest,
+        api: ApiRequest,
         prompts: list[list[int]],
         images: list[list[bytes]] | None = None,
     ) -> web.StreamResponse:
         if self._engine.failure is not None:
             raise ApiError(f"the engine stopped: {self._engine.failure!r}", 503)
-        # Constraints are compiled, and images perhaps decoded again, on a worker thread.
-        if images or asked.sampling.keys() & _CONSTRAINTS:
-            generation = await self._workers.run(lambda: self._generation(asked, prompts, images))
+        # Compiling constraints and decoding images is slow: use a worker thread.
+        if images or api.sampling.keys() & _CONSTRAINTS:
+            generation = await self._workers.run(lambda: self._generation(api, prompts, images))
         else:
-            generation = self._generation(asked, prompts, images)
+            generation = self._generation(api, prompts, images)
         self._hub.check_capacity(len(generation.requests))
-        name = f"{'chatcmpl' if isinstance(asked, ChatRequest) else 'cmpl'}-{secrets.token_hex(12)}"
+        name = f"{'chatcmpl' if isinstance(api, ChatRequest) else 'cmpl'}-{secrets.token_hex(12)}"
         num_prompt = sum(len(ids) for ids in prompts)
-        if asked.stream:
-            return await self._stream(http, asked, generation, name, num_prompt)
+        if api.stream:
+            return await self._stream(http, api, generation, name, num_prompt)
         await self._hub.run(generation.requests)
-        answers = [self._make_answer(request, asked) for request in generation.requests]
-        chat = isinstance(asked, ChatRequest)
+        answers = [self._make_answer(request, api) for request in generation.requests]
+        chat = isinstance(api, ChatRequest)
         reply = replies.chat_reply if chat else replies.completion_reply
-        return _json(reply(name, self._model(asked), answers, num_prompt))
+        return _json(reply(name, self._model(api), answers, num_prompt))
 
     def _generation(
-        self, asked: ApiRequest, prompts: list[list[int]], images: list[list[bytes]] | None
+        self, api: ApiRequest, prompts: list[list[int]], images: list[list[bytes]] | None
     ) -> Generation:
-        params = {**asked.sampling}
-        if asked.max_tokens is not None or isinstance(asked, CompletionRequest):
-            params["max_new_tokens"] = (
-                asked.max_tokens or 16
-            )  # what OpenAI's completions default to
+        params = {**api.sampling}
+        if api.max_tokens is not None or isinstance(api, CompletionRequest):
+            params["max_new_tokens"] = api.max_tokens or 16  # what OpenAI's completions default to
         else:
             available = min(self._limits.context_len, self._limits.cache_tokens) - len(prompts[0])
             params["max_new_tokens"] = max(available - 1, 1)
@@ -166,11 +164,11 @@ class OpenAIRoutes:
             "input_ids": prompts,
             "image_data": images,
             "sampling_params": params,
-            "return_logprob": asked.log_probs,
-            "top_logprobs_num": asked.num_top_log_probs,
+            "return_logprob": api.log_probs,
+            "top_logprobs_num": api.num_top_log_probs,
             "return_text_in_logprobs": True,
-            "stream": asked.stream,
-            "lora_path": self._adapter_name(asked),
+            "stream": api.stream,
+            "lora_path": self._adapter_name(api),
         }
         engine = self._engine
         return parse_generate(
@@ -182,13 +180,13 @@ class OpenAIRoutes:
             find_adapter=engine.find_adapter,
         )
 
-    def _make_answer(self, request: Request, asked: ApiRequest) -> Answer:
+    def _make_answer(self, request: Request, api: ApiRequest) -> Answer:
         finish = request.finish
         assert finish is not None
         if finish.status_code is not None:
             raise ApiError(finish.message, finish.status_code)
         text, calls = self._engine.codec.decode(request), []
-        if isinstance(asked, ChatRequest) and asked.tools:
+        if isinstance(api, ChatRequest) and api.tools:
             text, calls = parse_tool_calls(text, secrets.token_hex(6))
         return Answer(
             text=text,
@@ -196,7 +194,7 @@ class OpenAIRoutes:
             matched=finish.matched,
             calls=calls,
             num_tokens=len(request.output_ids),
-            log_probs=self._log_probs(request) if asked.log_probs else None,
+            log_probs=self._log_probs(request) if api.log_probs else None,
             weight_version=self._engine.version_of(request),
             weight_versions=[
                 {"version": span.version, "start": span.start, "end": span.end}
@@ -220,26 +218,26 @@ class OpenAIRoutes:
     async def _stream(
         self,
         http: web.Request,
-        asked: ApiRequest,
+        api: ApiRequest,
         generation: Generation,
         name: str,
         num_prompt: int,
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(http)
-        async for chunk in self._chunks(asked, generation, name, num_prompt):
+        async for chunk in self._chunks(api, generation, name, num_prompt):
             await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 
     async def _chunks(
-        self, asked: ApiRequest, generation: Generation, name: str, num_prompt: int
+        self, api: ApiRequest, generation: Generation, name: str, num_prompt: int
     ) -> AsyncIterator[Chunk]:
-        requests, model = generation.requests, self._model(asked)
-        chat = isinstance(asked, ChatRequest)
+        requests, model = generation.requests, self._model(api)
+        chat = isinstance(api, ChatRequest)
         make = _chat_chunk if chat else replies.completion_chunk
         stops = requests[0].params.stop
-        tools = isinstance(asked, ChatRequest) and bool(asked.tools)
+        tools = isinstance(api, ChatRequest) and bool(api.tools)
         places = {request: index for index, request in enumerate(requests)}
         streams = [TextStream(stops, hold_tool_calls=tools) for _ in requests]
         sent = [SentTokens() for _ in requests]
@@ -253,34 +251,34 @@ class OpenAIRoutes:
                 if request.finish.status_code is not None:
                     yield ApiError(request.finish.message, request.finish.status_code).body()
                     continue
-                answer = self._make_answer(request, asked)
+                answer = self._make_answer(request, api)
                 answers.append(answer)
             part = streams[index].push(self._engine.codec.decode(request), answer)
             if not part and answer is None:
                 continue
             chunk = make(name, model, index, part, answer)
-            if asked.log_probs:
+            if api.log_probs:
                 tokens = self._log_probs(request, sent[index].count)
                 chunk["choices"][0]["logprobs"] = sent[index].push(tokens, chat=chat)
             yield chunk
-        if asked.include_usage:
+        if api.include_usage:
             kind = "chat.completion.chunk" if chat else "text_completion"
             yield replies.usage_chunk(name, model, kind, num_prompt, answers)
 
-    def _adapter_name(self, asked: ApiRequest) -> str | None:
-        """Return the adapter that `model` names, alone or as "base:adapter", else that of `lora_path`."""
-        lora, model = self._engine.lora, asked.model
+    def _adapter_name(self, api: ApiRequest) -> str | None:
+        """Return the adapter in `model`, given as "adapter" or "base:adapter", else `lora_path`."""
+        lora, model = self._engine.lora, api.model
         if lora is None or model in ("", self._engine.args.served_model_name):
-            return asked.lora_path
+            return api.lora_path
         if model in lora.adapters:
             return model
         base = self._engine.args.served_model_name or self._engine.model_path
         if model.startswith(f"{base}:"):
             return model[len(base) + 1 :]
-        return model.split(":", 1)[1] if ":" in model else asked.lora_path
+        return model.split(":", 1)[1] if ":" in model else api.lora_path
 
-    def _model(self, asked: ApiRequest) -> str:
-        return asked.model or str(self._engine.args.model_path)
+    def _model(self, api: ApiRequest) -> str:
+        return api.model or str(self._engine.args.model_path)
 
 
 def _chat_chunk(name: str, model: str, index: int, part: str, answer: Answer | None) -> Chunk:
@@ -311,10 +309,10 @@ def _json(value: Any, status: int = 200) -> web.Response:
 
 
 class TextStream:
-    """Turns the growing text of a response into deltas that never have to be taken back.
+    """Turns the growing text of a response into deltas that never have to be corrected.
 
-    Held back: incomplete characters, a possible beginning of a stop string, and everything from a tool call
-    on, which is sent as a tool call and not as text.
+    It holds back incomplete characters, a possible beginning of a stop string, and everything from a tool
+    call on, which is sent as a tool call instead of text.
     """
 
     def __init__(self, stops: tuple[str, ...], *, hold_tool_calls: bool) -> None:
@@ -323,7 +321,7 @@ class TextStream:
         self._sent = ""
 
     def push(self, text: str, answer: Answer | None) -> str:
-        """Return the part of `text`, all text so far, to send now; with `answer`, the final text, the rest."""
+        """Return the part of `text` (everything so far) to send now; `answer` is set for the last part."""
         if answer is not None:
             final = answer.text
             part = final[len(self._sent) :] if final.startswith(self._sent) else ""
@@ -349,7 +347,7 @@ class SentTokens:
     characters: int = 0
 
     def push(self, tokens: list[TokenLogProb], *, chat: bool) -> dict[str, Any]:
-        """Return the `logprobs` of a chunk with these tokens, which follow the ones sent before."""
+        """Return the `logprobs` of a chunk with these tokens, which follow those already sent."""
         position = self.characters
         self.count += len(tokens)
         self.characters += sum(len(token.token) for token in tokens)

@@ -22,16 +22,16 @@ from slime.engine.scheduler.speculation import DraftHistory
 from slime.engine.server.image_data import Images, expand_prompts, place_all
 from slime.engine.server.text import TextCodec
 
-# Top-level keys of SGLang that this engine does not support. Keys that SGLang does not know either are
-# ignored, as SGLang ignores them.
+# Top-level keys of SGLang that this engine does not support. Keys unknown to SGLang are ignored, as in
+# SGLang.
 _UNSUPPORTED = (
     "input_embeds", "video_data", "audio_data", "token_ids_logprob", "return_sampling_mask",
     "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_hidden_states",
     "return_indexer_topk", "return_entropy", "session_params", "custom_logit_processor", "cache_salt",
     "extra_key", "bootstrap_host",
 )  # fmt: skip
-_MOST_TOP_LOG_PROBS = 20
-_MOST_TOKENS = 1 << 25  # per call: every copy of a prompt has its own list
+_MAX_TOP_LOG_PROBS = 20
+_MAX_TOKENS = 1 << 25  # per call: every copy of a prompt has its own list
 _RID_PREFIX = f"{secrets.token_hex(8)}-"
 _rid_numbers = itertools.count()
 
@@ -43,7 +43,7 @@ class Limits:
     context_len: int
     cache_tokens: int
     vocab_size: int
-    routed_experts: bool  # can be returned
+    routed_experts: bool  # whether requests can ask for routed experts
     images: Images = "this engine takes no images"
 
 
@@ -66,7 +66,7 @@ def parse_generate(
     new_seed: Callable[[], int],
     find_adapter: Callable[[str], Adapter],
 ) -> Generation:
-    """Parse a body whose prompts are token ids and whose images are files; RequestError says what is wrong."""
+    """Parse a body whose prompts are token ids and whose images are files; raise RequestError if it is invalid."""
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     _refuse_unsupported(body)
@@ -168,8 +168,8 @@ def _log_probs(request: Request, output_ids: list[int], codec: TextCodec | None)
 
     prompt: list[list[Any]] = []
     if request.logprob_start_len >= 0:
-        asked = request.token_ids[request.logprob_start_len : request.prompt_len]
-        prompt = triples([None, *request.input_log_probs], asked)
+        tokens = request.token_ids[request.logprob_start_len : request.prompt_len]
+        prompt = triples([None, *request.input_log_probs], tokens)
     return {
         "input_token_logprobs": prompt,
         "output_token_logprobs": triples(request.output_log_probs, output_ids),
@@ -211,8 +211,8 @@ def _check_start_len(start_len: int, num_prompt: int) -> int:
 
 
 def _check_top(count: int, start_len: int, *, return_logprob: bool) -> None:
-    if not 0 <= count <= _MOST_TOP_LOG_PROBS:
-        raise RequestError(f"top log-probs: from 0 to {_MOST_TOP_LOG_PROBS} tokens, got {count}")
+    if not 0 <= count <= _MAX_TOP_LOG_PROBS:
+        raise RequestError(f"top log-probs: from 0 to {_MAX_TOP_LOG_PROBS} tokens, got {count}")
     if count and (start_len >= 0 or not return_logprob):
         raise RequestError(
             "`top_logprobs_num` needs return_logprob, and is not supported for prompt tokens: remove "
@@ -243,7 +243,7 @@ def _refuse_unsupported(body: dict[str, Any]) -> None:
 
 
 def encode_text(body: Any, codec: TextCodec, limits: Limits, deadline: float) -> Any:
-    """Return the body with `text` replaced by token ids; a body without text is returned as it is."""
+    """Return the body with `text` replaced by token ids; a body without text is returned unchanged."""
     text = body.get("text") if isinstance(body, dict) else None
     if text is None or body.get("input_ids") is not None:
         return body
@@ -286,9 +286,9 @@ def _check_total(prompts: list[list[int]], params: list[SamplingParams]) -> None
     """Refuse too many requests or tokens in one call before the first request is created."""
     _check_count(sum(p.n for p in params))
     tokens = sum(len(ids) * p.n for ids, p in zip(prompts, params, strict=True))
-    if tokens > _MOST_TOKENS:
+    if tokens > _MAX_TOKENS:
         raise RequestError(
-            f"{tokens} prompt tokens in one call, `n` counted; at most {_MOST_TOKENS}: send fewer prompts"
+            f"{tokens} prompt tokens in one call, `n` counted; at most {_MAX_TOKENS}: send fewer prompts"
         )
 
 

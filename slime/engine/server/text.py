@@ -1,4 +1,4 @@
-"""The tokenizer behind locks, and the search for stop strings."""
+"""Thread-safe access to the tokenizer, and the search for stop strings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime.engine.scheduler.constraint import Constraint, Constraints
 from slime.engine.scheduler.request import FinishReason, Request
 from slime.engine.scheduler.sampling_params import RequestError, SamplingParams
 
-_MOST_CONSTRAINTS = 8  # different ones per call: a hostile one compiles for a second
+_MAX_CONSTRAINTS = 8  # distinct ones per call: a hostile one compiles for a second
 
 
 class TextCodec:
@@ -47,11 +47,11 @@ class TextCodec:
         return max(map(len, self.require("`text`").get_vocab()))
 
     def encode(self, text: str, context_len: int) -> list[int]:
-        """Tokenize a prompt; a text that cannot fit into the context is refused before that."""
+        """Tokenize a prompt; refuse a text that cannot fit into the context without tokenizing it."""
         return self._encode(text, context_len, add_special_tokens=True)
 
     def encode_rendered(self, text: str, context_len: int) -> list[int]:
-        """Tokenize a rendered chat template, which has its own special tokens."""
+        """Tokenize a rendered chat template, which already contains special tokens."""
         return self._encode(text, context_len, add_special_tokens=False)
 
     def _encode(self, text: str, context_len: int, *, add_special_tokens: bool) -> list[int]:
@@ -78,8 +78,8 @@ class TextCodec:
         distinct = {id(one): one for one in params if one.constrained}
         if not distinct:
             return {}
-        if len(distinct) > _MOST_CONSTRAINTS:
-            raise RequestError(f"{len(distinct)} schemas in one call; at most {_MOST_CONSTRAINTS}")
+        if len(distinct) > _MAX_CONSTRAINTS:
+            raise RequestError(f"{len(distinct)} schemas in one call; at most {_MAX_CONSTRAINTS}")
         with self._encoder_lock:
             if self._constraints is None:
                 tokenizer = self.require("`json_schema` or `regex`")
@@ -119,13 +119,13 @@ class TextCodec:
     def _tail_start(self, request: Request, count: int) -> int:
         """Return where the last `count` tokens with text begin in the output."""
         start = max(request.prompt_len, len(request.token_ids) - count)
-        silent = self._special if request.params.skip_special_tokens else frozenset()
-        if not silent or silent.isdisjoint(request.token_ids[start:]):
+        hidden = self._special if request.params.skip_special_tokens else frozenset()
+        if not hidden or hidden.isdisjoint(request.token_ids[start:]):
             return start
         start = len(request.token_ids)
         while start > request.prompt_len and count > 0:
             start -= 1
-            count -= request.token_ids[start] not in silent
+            count -= request.token_ids[start] not in hidden
         return start
 
     def check(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Between the event loop and other threads: replies from the engine's thread, expensive work on daemon threads."""
+"""Bridges between the event loop and threads: updates from the engine thread, expensive work on daemon threads."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from slime.engine.engine import Engine
 
 T = TypeVar("T")
-_MOST_IN_FLIGHT = 1 << 16
-_WAITING = 512
-_SECONDS = 30.0
+_MAX_IN_FLIGHT = 1 << 16
+_MAX_WAITING = 512
+_TIMEOUT_S = 30.0
 
 
 class ReplyHub:
@@ -36,7 +36,7 @@ class ReplyHub:
     def check_capacity(self, count: int) -> None:
         """Raise Refused (503) if these requests exceed the maximum number in flight."""
         assert self.engine is not None
-        if self.engine.in_flight + count > _MOST_IN_FLIGHT:
+        if self.engine.in_flight + count > _MAX_IN_FLIGHT:
             raise Refused(503, f"{self.engine.in_flight} requests are in flight: try again later")
 
     async def run(self, requests: list[Request]) -> None:
@@ -64,8 +64,8 @@ class ReplyHub:
             for request in requests:
                 self._waiters.pop(request, None)
             if unfinished:
-                engine, left = self.engine, frozenset(unfinished)
-                engine.call(lambda: engine.abort(lambda request: request in left))
+                engine, pending = self.engine, frozenset(unfinished)
+                engine.call(lambda: engine.abort(lambda request: request in pending))
 
     def _deliver(self, requests: list[Request]) -> None:
         for request in requests:
@@ -114,13 +114,13 @@ class DaemonCall:
 
 
 class Workers:
-    """A bounded thread pool for what clients can make expensive: rendering and tokenizing.
+    """A bounded thread pool for work whose cost clients control: rendering and tokenizing.
 
-    At most `count` hostile texts are processed at a time, and the event loop keeps answering other clients.
+    At most `count` hostile texts are processed at a time, and the event loop keeps serving other clients.
     """
 
     def __init__(
-        self, count: int = 2, *, max_waiting: int = _WAITING, seconds: float = _SECONDS
+        self, count: int = 2, *, max_waiting: int = _MAX_WAITING, seconds: float = _TIMEOUT_S
     ) -> None:
         self._slots = asyncio.Semaphore(count)
         self._waiting, self._max_waiting, self._seconds = 0, max_waiting, seconds
@@ -128,8 +128,8 @@ class Workers:
     async def run(self, function: Callable[[], T], *, interruptible: bool = False) -> T:
         """Return the function's result; raise Refused after the timeout or when the queue is full.
 
-        On a timeout an interruptible function is interrupted. Others run in C: they continue and keep
-        their slot.
+        On a timeout an interruptible function is interrupted. A function that runs in C continues and keeps
+        its slot.
         """
         if self._waiting >= self._max_waiting:
             raise Refused(503, "too many texts are queued for tokenization: try again")

@@ -10,7 +10,7 @@
     agent ──/v1/chat/completions──▶ Session: exact tokens so far ──/generate──▶ SGLang or the embedded engine
 
 Temperature, top-p and top-k are those of the run, because the trainer computes log-probs at the run's
-temperature. Values of the client are accepted and ignored; its `max_tokens` and `stop` are honoured.
+temperature. The client's values are accepted and ignored, except `max_tokens` and `stop`.
 """
 
 from __future__ import annotations
@@ -99,9 +99,8 @@ async def record_agent(
     if session.error is not None:
         raise session.error
     if session.aborted:
-        sample.status = (
-            Status.ABORTED
-        )  # a conversation cannot be continued in the middle: it is restarted
+        # A conversation cannot be continued in the middle: it is restarted.
+        sample.status = Status.ABORTED
         return [sample]
     if not session.segments:
         raise RuntimeError("the agent ended without a request to the model")
@@ -149,14 +148,14 @@ class RecordingEndpoint:
         try:
             body = _parse_json(await self._bodies.read(http))
             give_row_images(body, session.sample.image_files)
-            asked = parse_chat(body, images=bool(self.args.multimodal_keys))
-            if asked.images:
-                await asyncio.to_thread(keep_images, asked, session.images)
-            if asked.sampling.get("n", 1) != 1:
+            request = parse_chat(body, images=bool(self.args.multimodal_keys))
+            if request.images:
+                await asyncio.to_thread(keep_images, request, session.images)
+            if request.sampling.get("n", 1) != 1:
                 raise ApiError("`n` above 1 is not supported: send several requests")
-            if asked.num_top_log_probs or asked.sampling.keys() & {"json_schema", "regex"}:
+            if request.num_top_log_probs or request.sampling.keys() & {"json_schema", "regex"}:
                 raise ApiError("`top_logprobs` and `response_format` are not supported here")
-            answer, num_prompt = await self._answer(session, asked)
+            answer, num_prompt = await self._answer(session, request)
         except ApiError as error:
             return _json(error.body(), error.status)
         except UserError as error:  # ends the run, however the agent handles the reply
@@ -164,41 +163,41 @@ class RecordingEndpoint:
             return _json(ApiError(str(error), 400).body(), 400)
         except EngineRefusedError as error:
             return _json(ApiError(str(error), 400).body(), 400)
-        name, model = f"chatcmpl-{secrets.token_hex(12)}", asked.model or "policy"
-        if asked.stream:
-            return await _stream(http, asked, answer, name, model, num_prompt)
+        name, model = f"chatcmpl-{secrets.token_hex(12)}", request.model or "policy"
+        if request.stream:
+            return await _stream(http, request, answer, name, model, num_prompt)
         return _json(replies.chat_reply(name, model, [answer], num_prompt))
 
     async def _models(self, http: web.Request) -> web.Response:
         data = [{"id": "policy", "object": "model", "created": 0, "owned_by": "slime"}]
         return _json({"object": "list", "data": data})
 
-    async def _answer(self, session: Session, asked: ChatRequest) -> tuple[Answer, int]:
+    async def _answer(self, session: Session, request: ChatRequest) -> tuple[Answer, int]:
         """Generate one answer and record it as a turn."""
         tokenizer = load_tokenizer(self.args.hf_checkpoint)
-        kwargs = {**self.args.apply_chat_template_kwargs, **asked.template_kwargs}
-        place = session.find_segment(asked.messages, asked.tools)
-        check_template_kwargs(tokenizer, asked.template_kwargs)
-        refuse_control_tokens(self.args.hf_checkpoint, asked.template_kwargs)
+        kwargs = {**self.args.apply_chat_template_kwargs, **request.template_kwargs}
+        place = session.find_segment(request.messages, request.tools)
+        check_template_kwargs(tokenizer, request.template_kwargs)
+        refuse_control_tokens(self.args.hf_checkpoint, request.template_kwargs)
         past = None if place is None else place[0].turns[place[1] - 1]
         if past is None and self.args.apply_chat_template:
-            _refuse_rendered_prompt(session.sample.prompt, asked.messages)
+            _refuse_rendered_prompt(session.sample.prompt, request.messages)
         if past is not None and past.output_ids[-1] in placeholders_of(self.args.hf_checkpoint):
             raise ApiError(
-                "the last answer ends with the placeholder of an image, behind which nothing can be generated",
+                "the last answer ends with the placeholder of an image, after which nothing can be generated",
                 code="context_length_exceeded",
             )
-        ids = await self._encode(session, past, asked, kwargs)
+        ids = await self._encode(session, past, request, kwargs)
         used = 0 if place is None else len(ids) - len(place[0].turns[0].prompt_ids)
-        sample = await self._generate(session, asked, ids, used)
-        answer = _to_answer(tokenizer, sample, asked)
+        sample = await self._generate(session, request, ids, used)
+        answer = _to_answer(tokenizer, sample, request)
         message = {"role": "assistant", "content": answer.message()["content"] or ""}
         if answer.calls:
             message["tool_calls"] = [call.to_json() for call in answer.calls]
         assert sample.rollout_log_probs is not None
         turn = Turn(
-            messages=[*asked.messages, message],
-            tools=asked.tools,
+            messages=[*request.messages, message],
+            tools=request.tools,
             prompt_ids=ids,
             output_ids=sample.tokens[len(ids) :],
             log_probs=sample.rollout_log_probs,
@@ -210,32 +209,32 @@ class RecordingEndpoint:
         return answer, len(ids)
 
     async def _encode(
-        self, session: Session, past: Turn | None, asked: ChatRequest, kwargs: dict[str, Any]
+        self, session: Session, past: Turn | None, request: ChatRequest, kwargs: dict[str, Any]
     ) -> list[int]:
         """Return the token ids of the request; long texts and images are tokenized on a thread."""
         path = self.args.hf_checkpoint
-        size = len(orjson.dumps([asked.messages, asked.tools]))
-        new = asked.messages[0 if past is None else len(past.messages) :]
+        size = len(orjson.dumps([request.messages, request.tools]))
+        new = request.messages[0 if past is None else len(past.messages) :]
         images = images_in(new, session.images)
         if size <= _INLINE_CHARS and not images:
-            return _encode_turn(path, past, asked, kwargs, [])
-        return await asyncio.to_thread(_encode_turn, path, past, asked, kwargs, images)
+            return _encode_turn(path, past, request, kwargs, [])
+        return await asyncio.to_thread(_encode_turn, path, past, request, kwargs, images)
 
     async def _generate(
-        self, session: Session, asked: ChatRequest, ids: list[int], used: int
+        self, session: Session, request: ChatRequest, ids: list[int], used: int
     ) -> Sample:
         """Generate one answer; `used` tokens after the segment's first prompt count towards the length limit."""
         params, limit = {**session.sampling_params}, session.sampling_params["max_new_tokens"]
         room = None if limit is None else limit - used
-        wanted = [n for n in (room, asked.max_tokens) if n is not None]
+        wanted = [n for n in (room, request.max_tokens) if n is not None]
         params["max_new_tokens"] = min(wanted) if wanted else None
-        if "stop" in asked.sampling:
-            params |= {"stop": asked.sampling["stop"], "no_stop_trim": True}
+        if "stop" in request.sampling:
+            params |= {"stop": request.sampling["stop"], "no_stop_trim": True}
         one = Sample(
             tokens=list(ids), index=session.sample.index, group_index=session.sample.group_index,
             session_id=session.id,
         )  # fmt: skip
-        files = images_in(asked.messages, session.images)
+        files = images_in(request.messages, session.images)
         limit = self.args.limit_mm_data_per_request.get("image")
         if limit is not None and len(files) > limit:
             raise ApiError(f"{len(files)} images; --limit-mm-data-per-request allows {limit}")
@@ -273,7 +272,7 @@ def _refuse_rendered_prompt(prompt: Any, messages: list[Message]) -> None:
 def _encode_turn(
     path: str,
     past: Turn | None,
-    asked: ChatRequest,
+    request: ChatRequest,
     kwargs: dict[str, Any],
     images: list[bytes],
 ) -> list[int]:
@@ -291,26 +290,26 @@ def _encode_turn(
         written = past.status == Status.COMPLETED and text.startswith(end)  # the model generated it
         return text[len(end) :] if written else text
 
-    new = asked.messages[0 if past is None else len(past.messages) :]
-    ids = encode_messages(path, new, asked.tools if past is None else [], render)
+    new = request.messages[0 if past is None else len(past.messages) :]
+    ids = encode_messages(path, new, request.tools if past is None else [], render)
     if images:
         ids = load_image_processor(path).expand(ids, images)
     return ids if past is None else [*past.tokens, *ids]
 
 
-def _to_answer(tokenizer: PreTrainedTokenizerBase, sample: Sample, asked: ChatRequest) -> Answer:
+def _to_answer(tokenizer: PreTrainedTokenizerBase, sample: Sample, request: ChatRequest) -> Answer:
     tokens = sample.tokens[-sample.response_length :]
     text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-    stops = asked.sampling.get("stop") or []
+    stops = request.sampling.get("stop") or []
     for stop in [stops] if isinstance(stops, str) else stops:
         text = text.split(stop, 1)[0]
-    text, calls = parse_tool_calls(text, secrets.token_hex(6)) if asked.tools else (text, [])
+    text, calls = parse_tool_calls(text, secrets.token_hex(6)) if request.tools else (text, [])
     return Answer(
         text=text,
         finish="length" if sample.status == Status.TRUNCATED else "stop",
         num_tokens=len(tokens),
         calls=calls,
-        log_probs=_log_probs(tokenizer, sample) if asked.log_probs else None,
+        log_probs=_log_probs(tokenizer, sample) if request.log_probs else None,
         weight_version=str(sample.weight_versions[-1]),
     )
 
@@ -325,7 +324,7 @@ def _log_probs(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> list[Token
 
 
 async def _stream(
-    http: web.Request, asked: ChatRequest, answer: Answer, name: str, model: str, num_prompt: int
+    http: web.Request, request: ChatRequest, answer: Answer, name: str, model: str, num_prompt: int
 ) -> web.StreamResponse:
     """Send the finished answer in the chunks that a streaming client expects."""
     delta: dict[str, Any] = {"role": "assistant", "content": answer.text}
@@ -335,7 +334,7 @@ async def _stream(
     if answer.log_probs is not None:
         first["choices"][0]["logprobs"] = replies.chat_log_probs(answer.log_probs)
     chunks = [first, replies.chat_chunk(name, model, 0, {}, answer)]
-    if asked.include_usage:
+    if request.include_usage:
         chunks.append(
             replies.usage_chunk(name, model, "chat.completion.chunk", num_prompt, [answer])
         )
@@ -348,7 +347,7 @@ async def _stream(
 
 
 async def _endpoint(args: Args) -> RecordingEndpoint:
-    """Start the endpoint on first use, in a task of its own: an abort of one sample must not cancel it."""
+    """Start the endpoint on first use, in a separate task, which an abort of one sample does not cancel."""
     key = f"{args.hf_checkpoint} {args.rollout_max_context_len} {args.apply_chat_template_kwargs}"
     endpoints = RolloutContext.current().shared(RecordingEndpoint, _Endpoints)
     if key not in endpoints:
@@ -356,7 +355,7 @@ async def _endpoint(args: Args) -> RecordingEndpoint:
     try:
         return await asyncio.shield(endpoints[key])
     except OSError:
-        endpoints.pop(key, None)  # the next sample tries again
+        endpoints.pop(key, None)  # the next sample retries
         raise
 
 

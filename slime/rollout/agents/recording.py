@@ -55,7 +55,7 @@ class Segment:
 
 @dataclass(kw_only=True)
 class Session:
-    """The conversations of one trajectory. The run's settings limit their lengths, not the client's."""
+    """The conversations of one trajectory."""
 
     sample: Sample
     sampling_params: SamplingParams
@@ -140,18 +140,18 @@ def give_row_images(body: Any, files: list[bytes]) -> None:
                 continue
             if (file := next(rest, None)) is None:
                 raise ApiError(
-                    f'{{"type": "image"}} is an image of the row, which has {len(files)}'
+                    f'more parts {{"type": "image"}} than images in the row, which has {len(files)}'
                 )
             part.update(type="image_url", image_url={"url": data_uri(file)})
 
 
-def keep_images(asked: ChatRequest, images: dict[str, bytes]) -> None:
-    """Add the images of a request to `images` by hash, which stands for them in its messages.
+def keep_images(request: ChatRequest, images: dict[str, bytes]) -> None:
+    """Add the images of a request to `images` by hash, and put the hashes into its messages.
 
     Only data URIs are read: a client must not make this process open files or addresses.
     """
-    urls = iter(asked.images)
-    for message in asked.messages:
+    urls = iter(request.images)
+    for message in request.messages:
         for part in message["content"] if isinstance(message["content"], list) else ():
             if part["type"] != "image":
                 continue

@@ -1,4 +1,4 @@
-"""Score samples: by `--rm-type`, a custom function, or the type that a data row asks for and the user allows.
+"""Score samples: by `--rm-type`, a custom function, or the type that a data row names and the user allows.
 
 The built-in types are listed in `slime/config/reward_types.py`, which names the grader of each.
 """
@@ -83,10 +83,10 @@ def _chosen_type(args: RewardArgs, sample: Sample) -> str:
 
     Metadata comes from data rows, so a type that the user did not allow is an error.
     """
-    asked = sample.metadata.get("rm_type")
-    if asked not in (None, ""):
-        check_row_type(asked, _allowed(args, sample), f"sample {sample.index}")
-        return asked
+    row_type = sample.metadata.get("rm_type")
+    if row_type not in (None, ""):
+        check_row_type(row_type, _allowed(args, sample), f"sample {sample.index}")
+        return row_type
     if not args.rm_type:
         raise ConfigError("samples need a reward: set --rm-type or --custom-rm-path")
     return args.rm_type

@@ -1,7 +1,7 @@
 """`--rm-type gpqa`: multiple choice; 1 if the choice that the response names as its answer is correct.
 
-`--rm-grading strict` finds less: a letter right behind "answer is", a choice by its text, and otherwise the
-last letter of the text that is one of a choice, so that "no idea" is an A.
+`--rm-grading strict` finds only a letter right after "answer is", a choice by its text, and otherwise the
+last character that is the letter of a choice: "no idea" counts as A.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import string
 from functools import partial
 from typing import Any
 
+from slime.core.errors import UserError
 from slime.core.types import Sample
 from slime.rollout.base_types import RewardArgs
 from slime.rollout.hook_calls import in_thread
 from slime.rollout.rm_hub.math_reward import last_boxed
 
-_TAIL_CHARS = 5000  # at the end, in which the answer is searched
+_TAIL_CHARS = 5000  # end of a response that is searched
 _DEFAULT = "ABCDEFGHIJ"  # letters of rows that list none
 _GAP = r"[\s:=*_`\"'({\[\\$]{0,12}"
 _BEFORE = (
@@ -36,6 +37,11 @@ async def strict_reward(args: RewardArgs, sample: Sample) -> float:
 
 def grade(response: str, label: object, metadata: dict[str, Any], *, strict: bool = False) -> float:
     valid = _valid_letters(metadata)
+    if not valid:
+        raise UserError(
+            "--rm-type gpqa: a row's choices are named by something else than letters: give `choices` as a "
+            "list of texts or a dictionary with keys A, B, ..."
+        )
     choices = _choices(metadata, valid)
     right = _right_letter(label, metadata, valid, choices)
     find = find_letter_strictly if strict else find_letter
@@ -64,7 +70,7 @@ def find_letter(response: str, valid: str, choices: dict[str, str] | None = None
 def find_letter_strictly(
     response: str, valid: str, choices: dict[str, str] | None = None
 ) -> str | None:
-    """Return the letter right behind a phrase such as "answer is", of the only choice that occurs, or the last one."""
+    """Return the letter right after a phrase such as "answer is", of the only choice that occurs, or the last one."""
     text = response.rsplit("</think>", 1)[-1][-_TAIL_CHARS:]
     letter = rf"([{valid}])\b"
     named = rf"(?i)\b(?:answer|option|choice)(?: {{0,4}}(?:is|:)){{0,2}} {{0,4}}{letter}"

@@ -19,7 +19,7 @@ TIME_LIMIT_S = 5.0
 _MAX_ANSWER_CHARS = 1000
 _MAX_NUMBER_CHARS = 1000
 _MAX_CACHED = 4096
-_TAIL_CHARS = 20_000  # at the end of a response, in which its \boxed{} is searched
+_TAIL_CHARS = 20_000  # end of a response that is searched for \boxed{}
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)|\\boxed ")
 _BARE = re.compile(r"[^\s$]+")
 _GROUPED_NUMBER = re.compile(r"[-+]?\d{1,3}(?:(?:,\d{3})+|(?:\{,\}\d{3})+|(?: \d{3})+)(?:\.\d+)?")
@@ -37,7 +37,7 @@ _MIXED = re.compile(
 )
 _UNITS = re.compile(r"\\(?:text|mathrm|mbox)\{[^{}]*\}$")
 
-_DAPO_TAIL_CHARS = 300  # in which the "Answer:" line of dapo is searched
+_DAPO_TAIL_CHARS = 300  # end of a response that is searched for "Answer:" by dapo
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 _NO_ANSWER = "[INVALID]"
 _UNIT_NAMES = (
@@ -144,7 +144,10 @@ async def math_equal(answer: str, label: str, *, isolate: bool = True) -> bool:
     key = (_without_exponent(answer, found), _without_exponent(label, expected))
     if key not in _cache:
         pool = workers("math_answers", time_limit_s=TIME_LIMIT_S, isolate=isolate)
-        _cache[key] = bool(await pool.ask([key[1], key[0]]))
+        equal = await pool.ask([key[1], key[0]])
+        if equal is None:  # too slow, or the workers were lost: another time it may be decided
+            return False
+        _cache[key] = bool(equal)
         if len(_cache) > _MAX_CACHED:
             _cache.popitem(last=False)
     return _cache.get(key, False)

@@ -18,7 +18,7 @@ from slime.utils.http import post
 from slime.utils.reasoning_tasks import METADATA_KEY, MOST_ROWS, SEED, check_task
 
 REMOTE_TIMEOUT_S = 300.0
-REMOTE_CALLS = 256  # at once
+REMOTE_CALLS = 256  # that run concurrently
 WORKER_LIMIT_S = 10.0  # per answer
 _MAX_IFBENCH_CHARS = 200_000
 _MAX_ANSWER_CHARS = 10_000
@@ -43,7 +43,7 @@ async def ask_service(
 ) -> Reward:
     """Return the JSON reply of the service: a number, or an object for `--reward-key`.
 
-    At most REMOTE_CALLS requests are under way at a time; waiting for a place is not part of the deadline.
+    At most REMOTE_CALLS requests run concurrently; waiting for a slot is not part of the deadline.
     """
     if not url:
         raise ConfigError("--rm-type remote_rm needs the address of the service: --rm-url")
@@ -103,7 +103,7 @@ async def ifbench(args: RewardArgs, sample: Sample) -> float:
 
 
 async def reasoning_gym(args: RewardArgs, sample: Sample) -> float:
-    """Return the score that the row's task gives to the answer of the response."""
+    """Return the score of the response's answer by the task of the row."""
     task, row = _task_and_row(sample)
     answer = find_answer(sample.response)
     if not answer:

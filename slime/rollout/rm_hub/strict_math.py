@@ -18,7 +18,7 @@ from slime.rollout.rm_hub.workers import isolated, workers
 
 TIME_LIMIT_S = 5.0
 _MAX_ANSWER_CHARS = 1000
-_TAIL_CHARS = 20_000  # at the end of a response, in which its \boxed{} is searched
+_TAIL_CHARS = 20_000  # end of a response that is searched for \boxed{}
 _MAX_NESTING = 50  # of braces; deeper text is compared as it is
 
 _MATH_REMOVED = ("\n", "\\!", "\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
@@ -45,8 +45,8 @@ _SYMBOLS = {
          "\\mathbb", "\\mbox", "\\displaystyle", "\\operatorname", "\\big", "\\Big"), ""),
 }  # fmt: skip
 
-_DAPO_TAIL_CHARS = 300  # in which the "Answer:" line is searched
-_BOX_TAIL_CHARS = 100  # in which the box of strict_box is searched
+_DAPO_TAIL_CHARS = 300  # end of a response that is searched for "Answer:"
+_BOX_TAIL_CHARS = 100  # the same, for the \boxed{} of strict_box
 _ANSWER = re.compile(r"(?i)answer\s{0,16}:\s{0,16}([^\n]+)")
 _NO_ANSWER = "[INVALID]"
 _MINERVA_REPLACED = (

@@ -1,4 +1,4 @@
-"""Worker processes for graders that evaluate or parse text of a model, or may take long on it.
+"""Worker processes for graders that evaluate or parse text of a model, or may take long.
 
 A worker runs in the sandbox, without environment, network and files. One that exceeds the time limit is
 killed and replaced; the event loop is never blocked. If a worker died, or made no progress because the
@@ -30,7 +30,11 @@ _START_LIMIT_S = 60.0
 _MIN_CPU_SHARE = 0.25  # of the time limit: with less CPU time the machine was too busy, not the question too hard
 _NO_REPLY = object()
 _MAX_REASON_BYTES = 1 << 16
-_LIMITS = Limits(memory_bytes=4 << 30)
+_LIMITS = Limits(memory_bytes=4 << 30)  # they may start no processes
+# The processes of each worker once it is ready: to list them reads all of /proc.
+_members: weakref.WeakKeyDictionary[SandboxProcess, list[psutil.Process]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Workers:
@@ -124,6 +128,9 @@ async def _start(kind: str, isolate: bool) -> SandboxProcess:
             .splitlines()
         )
         raise UserError(f"the grader {kind} does not work: {reason[-1] if reason else 'it exited'}")
+    with contextlib.suppress(psutil.Error):
+        supervisor = psutil.Process(worker.pid)
+        _members[worker] = [supervisor, *supervisor.children(recursive=True)]
     return worker
 
 
@@ -144,14 +151,12 @@ async def _read(worker: SandboxProcess) -> dict[str, Any] | None:
 
 
 def _cpu_seconds(worker: SandboxProcess) -> float:
-    """Return the CPU time that the worker and what it started have used so far."""
+    """Return the CPU time that the processes of the worker have used so far."""
     total = 0.0
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(worker.pid)
-        for one in [process, *process.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                times = one.cpu_times()
-                total += times.user + times.system
+    for process in _members.get(worker, ()):
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system
     return total
 
 

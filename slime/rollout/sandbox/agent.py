@@ -27,7 +27,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     settings = json.loads(sys.argv[1])
     if settings["proxy_fd"] is not None:
-        _give_listener(settings["proxy_fd"], settings["proxy_port"])
+        _send_listener(settings["proxy_fd"], settings["proxy_port"])
     agent = Agent(settings)
     while request := receive():
         header, bodies = request
@@ -35,7 +35,7 @@ def main() -> None:
             send(*getattr(agent, header.pop("op"))(*bodies, **header))
         except OSError as error:
             send({"error": f"{error.strerror}: {error.filename}"[:1000]})
-        except (ValueError, IndexError) as error:  # a command or path that no system call takes
+        except (ValueError, IndexError) as error:  # an invalid command or path
             send({"error": str(error)[:1000]})
 
 
@@ -53,8 +53,8 @@ def send(header: dict, *bodies: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def _give_listener(descriptor: int, port: int) -> None:
-    """Hand a socket that listens in this network namespace to the proxy outside, which accepts on it."""
+def _send_listener(descriptor: int, port: int) -> None:
+    """Send a socket that listens in this network namespace to the proxy outside, which accepts on it."""
     with (
         socket.socket(fileno=descriptor) as outside,
         socket.create_server(("127.0.0.1", port)) as listener,
@@ -105,7 +105,7 @@ class Command:
 
     def __init__(self, process: subprocess.Popen, stdin: bytes, output_bytes: int) -> None:
         assert process.stdin and process.stdout and process.stderr
-        self._process, self._left_in, self._most = process, memoryview(stdin), output_bytes
+        self._process, self._left_in, self._max_bytes = process, memoryview(stdin), output_bytes
         self._stdin = process.stdin
         self._texts = {process.stdout: bytearray(), process.stderr: bytearray()}
         self._selector = selectors.DefaultSelector()
@@ -124,7 +124,7 @@ class Command:
                 if key.fileobj == self._ended:
                     return ""
                 self._serve(key.fileobj)
-            if any(len(text) > self._most for text in self._texts.values()):
+            if any(len(text) > self._max_bytes for text in self._texts.values()):
                 return "output"
             _reap(self._process.pid)
         return "time"
@@ -147,10 +147,10 @@ class Command:
         stream.close()
 
     def read_rest(self) -> None:
-        """Read what the pipes still hold; a process that stays may hold their other ends."""
+        """Read what is left in the pipes without waiting: a process that stays may keep them open."""
         for stream, text in self._texts.items():
             with contextlib.suppress(BlockingIOError, ValueError):  # ValueError: closed already
-                while len(text) <= self._most and (part := os.read(stream.fileno(), _CHUNK)):
+                while len(text) <= self._max_bytes and (part := os.read(stream.fileno(), _CHUNK)):
                     text += part
 
     def status(self) -> int:
@@ -158,7 +158,7 @@ class Command:
         return code if code >= 0 else 128 - code
 
     def outputs(self) -> list:
-        return [bytes(text[: self._most]) for text in self._texts.values()]
+        return [bytes(text[: self._max_bytes]) for text in self._texts.values()]
 
     def close(self) -> None:
         self._selector.close()

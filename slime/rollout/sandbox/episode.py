@@ -16,7 +16,7 @@ from slime.rollout.sandbox.program import RunResult, check_sandbox
 from slime.rollout.sandbox.proxy import PORT, Allow, Proxy
 
 _AGENT = Path(__file__).with_name("agent.py")
-_ANSWER_S = 15.0  # on top of a command's time, for an agent that is slowed down by its programs
+_ANSWER_S = 15.0  # on top of a command's time limit, for an agent that its programs slow down
 _USERS = b"sandbox:x:65534:65534::/tmp/work:/bin/sh\n"
 EPISODE_LIMITS = Limits(
     memory_bytes=2 << 30, processes=128, forks=True, disk_bytes=512 << 20, open_files=256
@@ -53,7 +53,7 @@ class Sandbox:
             **(_proxy_variables() if network else {}), **(env or {}),
         }  # fmt: skip
         self._process: SandboxProcess | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._ended = "not started"
 
     async def __aenter__(self) -> Sandbox:
@@ -138,7 +138,7 @@ class Sandbox:
         self, header: dict[str, Any], *bodies: bytes, time_limit_s: float = 0.0
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Send a request to the agent inside and return its answer, or end the sandbox."""
-        async with self._turn:
+        async with self._lock:
             if self._ended or self._process is None:
                 raise SandboxEnded(f"the sandbox has ended ({self._ended})")
             try:
@@ -150,7 +150,7 @@ class Sandbox:
             except asyncio.TimeoutError as error:
                 await self._end("time")
                 raise SandboxEnded("the sandbox did not answer in time") from error
-            except BaseException:  # cancelled: half an answer may be under way
+            except BaseException:  # cancelled: half an answer may be in the pipe
                 await self._end("cancelled")
                 raise
 

@@ -31,11 +31,11 @@ class Meter:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def passed_limit(self) -> str:
-        """Return the name of a limit that is passed now, or nothing."""
+        """Return the name of a limit that is exceeded, or an empty string."""
         if not self._open():
             return ""
         disk = os.fstatvfs(self._files)
-        inodes = (disk.f_files - disk.f_ffree) * 1024  # about what the kernel keeps for each
+        inodes = (disk.f_files - disk.f_ffree) * 1024  # about what the kernel allocates for each
         if inodes > self._settings["disk_bytes"]:
             return "disk"
         pids = [name for name in os.listdir(self._proc) if name.isdigit()]
@@ -62,11 +62,11 @@ class Meter:
         return True
 
     def _with_memory(self, pid: str) -> str:
-        """Return where in /proc the memory of a process is shown.
+        """Return the path below /proc that shows the memory of a process.
 
-        That is no longer at its own number when its first thread has ended and others have not.
+        This is a thread's path if the first thread of the process has ended and others have not.
         """
-        for _ in range(20):  # threads may come and go meanwhile
+        for _ in range(20):  # threads may start and end concurrently
             if self._virtual(pid) or int(_fields(self._read(f"{pid}/stat"))[17]) < 2:
                 return pid
             with contextlib.suppress(OSError):

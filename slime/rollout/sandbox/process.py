@@ -48,7 +48,7 @@ class SandboxProcess:
     """A running program and everything it started.
 
     `stdin`, `stdout` and `stderr` are asyncio streams. A stream that is not read stops the program when
-    its pipe is full; nothing of it piles up here.
+    its pipe is full; its output is not buffered here without limit.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
@@ -63,7 +63,7 @@ class SandboxProcess:
         return self._process.returncode
 
     def kill(self) -> None:
-        """Kill the program and everything it started; `wait()` tells when that is done."""
+        """Kill the program and everything it started; `wait()` returns once that is done."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
 
@@ -103,9 +103,9 @@ async def start(
     """Start a program in a new sandbox.
 
     It sees the interpreter that runs slime with its packages, the paths in `read_only`, and an empty
-    working folder; of the environment only `env`. `files` are put to these paths inside, and the
-    descriptors in `inherit` stay open. `network` allows sockets, in a network namespace that has a
-    loopback interface and no other. Without `isolate` it runs with the limits of each process alone, in the folder `cwd`.
+    working folder; of the environment only `env`. `files` are written to these paths inside,
+    and the descriptors in `inherit` stay open. `network` allows sockets, in a network namespace that has a
+    loopback interface and no other. Without `isolate` only the limits of each process apply, and it runs in `cwd`.
     """
     limits, inherit, read_only = limits or Limits(), tuple(inherit), tuple(read_only)
     control, theirs = socket.socketpair()
@@ -130,7 +130,7 @@ async def start(
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**ENVIRONMENT, **({} if isolate else _at(cwd)), **(env or {})},
+            env={**ENVIRONMENT, **({} if isolate else _folder_variables(cwd)), **(env or {})},
             cwd="/" if isolate else cwd,
             pass_fds=(*given, *inherit),
             start_new_session=True,
@@ -157,5 +157,5 @@ async def _drain(stream: asyncio.StreamReader) -> None:
         pass
 
 
-def _at(folder: str | None) -> dict[str, str]:
+def _folder_variables(folder: str | None) -> dict[str, str]:
     return {"HOME": folder, "TMPDIR": folder} if folder else {}

@@ -123,7 +123,7 @@ class OutputTooLong(Exception):
 
 
 class _Output:
-    """What a stream has brought so far."""
+    """The output of one stream so far."""
 
     def __init__(self, stream: asyncio.StreamReader, limits: Limits) -> None:
         self._stream, self._left = stream, limits.output_bytes
@@ -150,7 +150,7 @@ _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore
 
 
 def program_slots() -> asyncio.Semaphore:
-    """Return what limits this event loop to as many programs at a time as there are processors."""
+    """Return the semaphore that lets this event loop run one program per processor at a time."""
     loop = asyncio.get_running_loop()
     if loop not in _by_loop:
         _by_loop[loop] = asyncio.Semaphore(max(1, os.cpu_count() or 1))
@@ -200,8 +200,4 @@ def _advice(errors: str) -> str:
             return f"type sysctl -w {name.replace('/', '.')}={allowing}"
     if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists():
         return f"start the container with {_DOCKER}"
-    if "Permission denied" in errors and os.geteuid() == 0:
-        return (
-            f"make the interpreter readable by all: chmod -R go+rX {sys.base_prefix} {sys.prefix}"
-        )
     return "allow user namespaces (sysctl user.max_user_namespaces)"

@@ -149,7 +149,7 @@ def is_public(address: str) -> bool:
 def _target(head: bytes) -> tuple[str, int]:
     words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
     if len(words) != 3 or words[0] != "CONNECT":
-        raise Refused("405 Method Not Allowed", "this proxy knows CONNECT (https) only")
+        raise Refused("405 Method Not Allowed", "this proxy supports CONNECT (https) only")
     try:
         return _split(words[1])
     except UserError as error:

@@ -47,9 +47,9 @@ def main() -> None:
         command[1:1] = ["--info-fd", str(info_writer), "--seccomp", str(settings["seccomp_fd"])]
     child = os.fork()
     if child == 0:
-        _become(settings, command)
+        _exec_child(settings, command)
     os.close(info_writer)
-    _leave_streams(settings)
+    _close_streams(settings)
     meter = None
     if isolate:
         with contextlib.suppress(ProcessLookupError):  # it has ended already
@@ -62,7 +62,7 @@ def main() -> None:
     os._exit(KILLED if limit else status)
 
 
-def _become(settings: dict, command: list) -> None:
+def _exec_child(settings: dict, command: list) -> None:
     """Turn the forked process into bubblewrap, or into the program itself without isolation."""
     try:
         if settings["isolate"] and os.geteuid() == 0:
@@ -81,8 +81,8 @@ def _become_nobody(shown: list) -> None:
     """Give up root for an unprivileged id, in a user namespace that maps both.
 
     bubblewrap as root would map root alone: the program would then own root's files and device nodes,
-    and the kernel's limit on processes does not hold for root. What the program shall see may lie in a
-    folder that only root can open, so it is bound into a folder that everybody can.
+    and the kernel's limit on processes does not hold for root. The paths to show may be in folders that only
+    root can open, so they are bound into a folder that everybody can open.
     """
     reader, writer = os.pipe()
     target = os.getpid()
@@ -137,8 +137,8 @@ def _set_limits(settings: dict) -> None:
         resource.setrlimit(which, (value, value))
 
 
-def _leave_streams(settings: dict) -> None:
-    """Close the program's streams here, so that their other ends see when the program closes them."""
+def _close_streams(settings: dict) -> None:
+    """Close the program's streams here, so that their other ends get EOF when the program closes them."""
     null = os.open("/dev/null", os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
@@ -159,7 +159,7 @@ def _first_process(info: int) -> int:
 
 
 def _watch(child: int, control: int, meter: Meter | None) -> str:
-    """Wait until the program ends, slime lets go of it, or a limit is passed; name that limit."""
+    """Wait until the program ends, slime closes the socket, or a limit is exceeded; return the limit."""
     poll = select.poll()
     ended = os.pidfd_open(child)
     poll.register(ended, select.POLLIN)
@@ -193,7 +193,7 @@ def _exit_status(child: int) -> int:
 
 
 def _send(control: int, message: dict) -> None:
-    with contextlib.suppress(OSError):  # slime has let go of the sandbox
+    with contextlib.suppress(OSError):  # slime has closed its end of the socket
         os.write(control, json.dumps(message).encode())
 
 

@@ -1,7 +1,7 @@
-"""Why does the reward not rise? Checks of a run's metrics and samples, each with the samples behind it.
+"""Why does the reward not rise? Checks of a run's metrics and samples, each with samples as evidence.
 
-A check compares the latest `WINDOW` rollouts with limits that are written in its function. It concludes
-nothing from metrics that the run does not log. The live page's server, the report and the run's own
+A check compares the latest `WINDOW` rollouts with the limits in its function. Metrics that the
+run does not log are not checked. The live page's server, the report and the run's own
 warnings (`LearningWarnings` in `slime/runlog/recorder.py`) call them.
 """
 
@@ -20,7 +20,7 @@ from slime.runlog.live.sample_store import SampleStore, without_signal
 from slime.runlog.sample_table import STATUSES, is_train
 
 WINDOW = 10  # latest rollouts that a check looks at
-_MANY = 200_000  # rows among which a check looks for the latest ones
+_MAX_ROWS = 200_000  # latest rows of the table that a check reads
 _WITHOUT_GROUPS = ("ppo", "reinforce_plus_plus")  # estimators that compare no samples of a group
 _STALE = "rollout/staleness_mean"
 
@@ -67,7 +67,7 @@ class Evidence:
 def findings(
     metrics: MetricStore, samples: SampleStore, config: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return all statements, problems first."""
+    """Return all findings, problems first."""
     evidence = Evidence(metrics=metrics, samples=samples, config=config)
     found = [finding for check in CHECKS for finding in [check(evidence)] if finding is not None]
     order = {"problem": 0, "notice": 1, "fine": 2}
@@ -122,9 +122,9 @@ def equal_groups(e: Evidence) -> Finding | None:
         top = float(recent["high"][np.isfinite(recent["high"])].max(initial=-np.inf))
         best = equal["mean"] >= top
         text += f" ({best.sum()} at the highest reward, {score(top)}; {(~best).sum()} below it)"
-    text += ". Their advantages are 0, so only the others are learned from."
+    text += ". Their advantages are 0, so they add no gradient."
     if level != "fine" and best.mean() > 0.5:
-        level = "notice"  # what they could learn is learned
+        level = "notice"  # these prompts are solved
         text += " Most prompts are solved: harder ones would teach more."
     elif level != "fine":
         text += " Most are too hard for the model: easier prompts, a warm-up, or more samples per prompt."
@@ -147,7 +147,7 @@ def _constant_reward(e: Evidence, groups: np.ndarray) -> Finding:
         level="problem",
         title="All rewards are equal",
         text=f"Each of {groups['size'].sum()} samples since rollout {e.since} has the reward {reward}, so nothing can "
-        "be learned. Read some samples: the reward function may not find the answer, or every prompt is too hard, or solved.",
+        "be learned. Read some samples: the reward may not find the answer, or all prompts are too hard or solved.",
         metrics=[names.ZERO_STD_GROUPS, names.REWARD],
         view="samples",
         query={"dataset": "train", "rollout_id_min": str(e.since)},
@@ -157,7 +157,7 @@ def _constant_reward(e: Evidence, groups: np.ndarray) -> Finding:
 def repeated_prompts(e: Evidence) -> Finding | None:
     if "train" not in e.samples.datasets or not len(e.samples.rows):
         return None
-    rows = e.samples.rows[-_MANY:]
+    rows = e.samples.rows[-_MAX_ROWS:]
     rows = rows[rows["dataset"] == e.samples.datasets.index("train")]
     rows = rows[rows["rollout_id"] == rows["rollout_id"].max(initial=-1)]
     groups, prompts = (len(np.unique(rows[name])) for name in ("group", "prompt"))
@@ -194,7 +194,7 @@ def truncated(e: Evidence) -> Finding | None:
 
 
 def _rewards_by_status(e: Evidence, status: str) -> tuple[float, float] | None:
-    rows = e.samples.rows[-_MANY:]
+    rows = e.samples.rows[-_MAX_ROWS:]
     rows = rows[(rows["rollout_id"] >= e.since) & np.isfinite(rows["reward"])]
     with_it = rows["status"] == STATUSES.index(status)
     if not with_it.any() or with_it.all():
@@ -209,8 +209,8 @@ def failed(e: Evidence) -> Finding | None:
     share = float(failures.sum() / samples.sum())
     text = f"{failures.sum():.0f} of {samples.sum():.0f} samples since rollout {e.since} failed in "
     text += "generation or reward and do not count."
-    if share and (reason := _first_error(e.samples)):
-        text += f" The latest kept one: {reason}"
+    if share and (reason := _latest_error(e.samples)):
+        text += f" The latest error: {reason}"
     return Finding(
         level=_level(share, 1e-9, 0.05),
         title=f"{_percent(share)} of the samples failed" if share else "No sample failed",
@@ -221,7 +221,7 @@ def failed(e: Evidence) -> Finding | None:
     )
 
 
-def _first_error(samples: SampleStore) -> str | None:
+def _latest_error(samples: SampleStore) -> str | None:
     rows = samples.rows
     with_text = np.flatnonzero((rows["status"] == STATUSES.index("failed")) & (rows["text"] >= 0))
     for row in with_text[::-1][:20].tolist():
@@ -313,7 +313,7 @@ def gradient(e: Evidence) -> Finding | None:
         title, level = "The gradient is zero", "problem"
         text = f"All of the last {len(values)} rollouts have gradient norm 0: nothing is learned."
     else:
-        title, level = "Gradients arrive", "fine"
+        title, level = "Gradients are finite and not zero", "fine"
         text = f"Gradient norm {number(float(finite.mean()))} on average since rollout {e.since}."
     return Finding(level=level, title=title, text=text, metrics=[names.GRAD_NORM])
 

@@ -11,7 +11,7 @@ from slime.runlog.earlier_runs import METRICS_FILE
 from slime.runlog.jsonl import LineTail, parse_line
 
 MAX_POINTS = 500
-_MOST_NAMES = 10_000
+_MAX_NAMES = 10_000
 _RECORD_KEYS = ("rollout_id", "kind", "time")
 
 
@@ -64,7 +64,7 @@ class MetricStore:
             record = parse_line(line)
             if record is not None and _is_metrics(record):
                 self.version += 1
-                record["kind"] = self.version  # the only text; its place holds the order of lines
+                record["kind"] = self.version  # the only string; replaced by the line's number
                 tables.setdefault(tuple(record), []).append(list(record.values()))
         for names, rows in tables.items():
             self._add(names, _matrix(rows))
@@ -75,7 +75,7 @@ class MetricStore:
         self.first_time = first if self.first_time is None else min(self.first_time, first)
         self.last_time = last if self.last_time is None else max(self.last_time, last)
         for place, name in enumerate(names):
-            known = name in self.series or len(self.series) < _MOST_NAMES
+            known = name in self.series or len(self.series) < _MAX_NAMES
             if known and name not in _RECORD_KEYS:
                 self.series.setdefault(name, Series()).add(np.stack([*head, table[:, place]]))
 

@@ -1,4 +1,4 @@
-"""One run as the web page shows it: state, numbers, events, timeline; nothing is read before it is asked for."""
+"""One run as the web page shows it: state, numbers, events, timeline; files are read only when needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from slime.runlog.run_yaml import read_resolved
 from slime.runlog.token_log import TOKENS_FOLDER, VOCABULARY_FILE, words_of
 
 MARKS = (METRICS_FILE, RESOLVED_FILE, EVENTS_FILE)
-_SILENT_S = 120.0  # without a lock to see, a folder that changed this recently is taken for running
+_RECENT_S = 120.0  # without a visible lock, a folder that changed this recently counts as running
 _MAX_EVENTS = 5000
 _PLAIN = (str, int, float, type(None))
 _MAX_SPANS = 4000  # of one process in one answer
@@ -37,7 +37,7 @@ def is_run(folder: Path) -> bool:
 
 
 def as_text(path: str | Path) -> str:
-    """Return a path as JSON can hold it: names of files may be no Unicode."""
+    """Return a path as JSON can hold it: file names may be invalid Unicode."""
     return os.fsencode(path).decode(errors="replace")
 
 
@@ -58,7 +58,7 @@ class RunView:
         self.events.update()
 
     def brief(self) -> dict[str, Any]:
-        """Return what the list of runs shows; `version` changes whenever there is something new."""
+        """Return what the list of runs shows; `version` changes with every new record."""
         state, text = self.state()
         reward = self.metrics.values(names.REWARD)
         return {
@@ -96,7 +96,7 @@ class RunView:
         }
 
     def health(self) -> list[dict[str, Any]]:
-        """Return the events with the rollout they fell into, and the rollouts in which samples failed."""
+        """Return the events with their rollout, and the rollouts in which samples failed."""
         events = self.events.records[-1000:]
         failed = self.metrics.series.get(names.FAILED)
         if failed is not None:
@@ -129,7 +129,7 @@ class RunView:
         try:
             changed = path.stat().st_mtime
             if changed != self._config[0]:
-                self._config = changed, self._config[1]  # also of a file that cannot be read
+                self._config = changed, self._config[1]  # even if the file cannot be read
                 self._config = changed, read_resolved(path)
         except (OSError, UserError):
             pass
@@ -160,11 +160,11 @@ class RunView:
         return "dead", f"no process writes to it, and it recorded no end; {self._progress()}"
 
     def _seems_alive(self) -> bool:
-        """Return whether its lock is held; of another machine's run, whether its files changed lately."""
+        """Return whether its lock is held, or for another machine's run, whether its files changed recently."""
         if _is_locked(self.run_dir):
             return True
         here = self.events.start.get("host") == socket.gethostname()
-        return not here and self._changed_s() < _SILENT_S
+        return not here and self._changed_s() < _RECENT_S
 
     def _progress(self) -> str:
         wanted = self._wanted()
@@ -181,7 +181,7 @@ class RunView:
 
 
 class EventStore:
-    """The events of a run, and how its last start ended."""
+    """The events of a run, and the end of its last start."""
 
     def __init__(self, run_dir: Path) -> None:
         self._tail = LineTail(run_dir / EVENTS_FILE)
@@ -219,7 +219,7 @@ class EventStore:
 
 
 class TimelineStore:
-    """Phases of each process in Unix time, and its memory; read when the timeline is first asked for."""
+    """Phases of each process in Unix time, and its memory; read when the timeline is first shown."""
 
     def __init__(self, run_dir: Path) -> None:
         self._tail = LineTail(run_dir / TIMELINE_FILE)
@@ -268,15 +268,27 @@ def _is_span(span: object) -> bool:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Return whether a process of this machine holds the run's lock; asking for it would disturb a start."""
+    """Return whether a process of this machine holds the run's lock; trying to take it could fail a start."""
     try:
-        inode = os.stat(folder).st_ino
+        status = os.stat(folder)
         locks = Path("/proc/locks").read_text()
     except OSError:
         return False
-    return any(
-        line.split()[1:2] == ["FLOCK"] and f":{inode} " in line for line in locks.splitlines()
-    )
+    return any(is_lock_of(line, status.st_dev, status.st_ino) for line in locks.splitlines())
+
+
+def is_lock_of(line: str, device: int, inode: int) -> bool:
+    """Return whether a line of /proc/locks is a flock of this file: `1: FLOCK ADVISORY WRITE 42 fe:00:99 0 EOF`.
+
+    Filesystems without a block device have major number 0, and stat may return another minor for them (btrfs).
+    """
+    words = line.split()
+    if words[1:2] != ["FLOCK"]:  # waiting processes have "->" there
+        return False
+    major, minor, number = words[5].split(":")
+    if int(number) != inode or int(major, 16) != os.major(device):
+        return False
+    return os.major(device) == 0 or int(minor, 16) == os.minor(device)
 
 
 def _changed(path: Path) -> float:

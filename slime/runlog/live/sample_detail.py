@@ -1,4 +1,4 @@
-"""Everything that is kept of one sample: texts, conversation, tokens, its group and its prompt over time."""
+"""All records of one sample: texts, conversation, tokens, its group and its prompt over time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from slime.runlog.sample_log import read_thumbnails
 from slime.runlog.sample_table import is_train
 from slime.runlog.token_log import TokenColumns, read_tokens, rollout_name
 
-_MOST_MEMBERS = 64
+_MAX_MEMBERS = 64
 _NONE = np.zeros(0, bool)
-# Columns of the engine, and what numpy calls their kind.
+# Columns of the engine, and their numpy dtype.kind.
 _KINDS = {"token_ids": "i", "loss_mask": "i", "weight_versions": "i", "rollout_log_probs": "f"}
 
 
@@ -44,7 +44,7 @@ def sample_detail(run: RunView, dataset: str, rollout_id: int, index: int) -> di
 
 
 def token_strip(run: RunView, dataset: str, rollout_id: int, index: int) -> dict[str, Any] | None:
-    """Return the kept tokens of a sample as columns; None where a number is unknown.
+    """Return the kept tokens of a sample as columns; None for unknown numbers.
 
     gap = trainer - engine log-prob, weight = exp(gap), the importance weight before any bound.
     """
@@ -75,7 +75,7 @@ def token_strip(run: RunView, dataset: str, rollout_id: int, index: int) -> dict
 
 
 def _aligned(engine: TokenColumns, trainer: TokenColumns | None) -> dict[str, np.ndarray]:
-    """Return the trainer's columns at the engine file's positions; NaN where they have none."""
+    """Return the trainer's columns at the engine file's positions; NaN if they have none."""
     if trainer is None:
         return {}
     places = {int(position): place for place, position in enumerate(engine.position)}
@@ -100,19 +100,19 @@ def _members(run: RunView, row: int) -> list[dict[str, Any]]:
     group = groups[np.searchsorted(groups["first"], row, side="right") - 1]
     first = int(group["first"])
     return (
-        [_member(run, n) for n in range(first, first + min(int(group["size"]), _MOST_MEMBERS))]
+        [_member(run, n) for n in range(first, first + min(int(group["size"]), _MAX_MEMBERS))]
         if len(rows)
         else []
     )
 
 
 def _branches(run: RunView, row: int) -> list[dict[str, Any]]:
-    """Return the samples of the same trajectory, which an agent's run left as several."""
+    """Return the samples of the same trajectory, of which an agent may return several."""
     rows = run.samples.rows
     record = rows[row]
     same = (rows["trajectory"] == record["trajectory"]) & (rows["dataset"] == record["dataset"])
     found = np.flatnonzero(same & (rows["rollout_id"] == record["rollout_id"]))
-    return [_member(run, int(n)) for n in found[:_MOST_MEMBERS]] if len(found) > 1 else []
+    return [_member(run, int(n)) for n in found[:_MAX_MEMBERS]] if len(found) > 1 else []
 
 
 def _member(run: RunView, row: int) -> dict[str, Any]:

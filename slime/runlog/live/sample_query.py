@@ -1,4 +1,4 @@
-"""Pages of samples, groups and prompts for the web page: filter, sort, cut, then read texts of that page alone."""
+"""Pages of samples, groups and prompts for the web page: filter, sort, slice, then read the texts of that page only."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _EXCERPT = 240
 _RANGES = ("reward", "advantage", "response_len", "prompt_len", "rollout_id", "oldest_version")
 _SORTS = ("rollout_id", "reward", "advantage", "response_len", "prompt_len", "trained_len")
 _GROUP_SORTS = ("rollout_id", "mean", "low", "high", "size", "failed", "truncated", "length")
-_MOST_SEARCHED = 20_000  # texts that a search reads
-_MOST_SEARCH_S = 10.0
+_MAX_SEARCHED = 20_000  # texts that a search reads
+_MAX_SEARCH_S = 10.0
 Query = Mapping[str, str]
 
 
 class QueryError(ValueError):
-    """A query that cannot be answered, with a sentence for the page."""
+    """A query that cannot be answered; the message is for the page."""
 
 
 def samples_page(store: SampleStore, query: Query) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def samples_page(store: SampleStore, query: Query) -> dict[str, Any]:
 
 
 def groups_page(store: SampleStore, query: Query) -> dict[str, Any]:
-    """Return one page of groups; `signal=none` leaves those whose rewards are all equal."""
+    """Return one page of groups; `signal=none` keeps groups with equal rewards."""
     groups = store.groups()
     kept = _dataset_filter(store, groups, query) & _range_filter(groups, "rollout_id", query)
     if query.get("signal") == "none":
@@ -164,7 +164,7 @@ def _dataset_filter(store: SampleStore, rows: np.ndarray, query: Query) -> np.nd
 
 
 def _range_filter(rows: np.ndarray, name: str, query: Query) -> np.ndarray:
-    """Keep rows between `<name>_min` and `<name>_max`; a row without a value fits no bound."""
+    """Keep rows between `<name>_min` and `<name>_max`; a row without a value is dropped."""
     kept = np.ones(len(rows), bool)
     if low := query.get(f"{name}_min"):
         kept &= rows[name] >= _float(low, name)
@@ -187,9 +187,9 @@ def _sorted(
 
 
 def _searched(store: SampleStore, chosen: np.ndarray, text: str) -> np.ndarray:
-    kept = chosen[store.rows["text"][chosen] >= 0][:_MOST_SEARCHED]
+    kept = chosen[store.rows["text"][chosen] >= 0][:_MAX_SEARCHED]
     wanted, found = text.lower(), []
-    deadline = time.monotonic() + _MOST_SEARCH_S
+    deadline = time.monotonic() + _MAX_SEARCH_S
     for row in kept.tolist():
         if time.monotonic() > deadline:
             break

@@ -1,4 +1,4 @@
-"""The samples of a run: the table of all of them, read in steps, and the texts of those that were kept."""
+"""The samples of a run: the table of all of them, read in steps, and the stored texts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from slime.runlog.sample_table import (
 )
 from slime.utils.untrusted_files import open_regular
 
-_LONGEST_LINE = 1 << 22
-_LATEST = 100_000  # rows among which the latest rollouts are looked for
+_MAX_LINE_BYTES = 1 << 22
+_LATEST = 100_000  # rows that are searched for the latest rollouts
 
 
 class SampleStore:
@@ -73,7 +73,7 @@ class SampleStore:
         try:
             with open_regular(self.run_dir / SAMPLES_FILE) as file:
                 file.seek(offset)
-                record = parse_line(file.readline(_LONGEST_LINE))
+                record = parse_line(file.readline(_MAX_LINE_BYTES))
         except OSError:
             return None
         found = None if record is None else parse_row(record)
@@ -81,7 +81,7 @@ class SampleStore:
 
     @property
     def names(self) -> list[str]:
-        """Return what a list can be limited to: each dataset, and "train" for all files of training."""
+        """Return the dataset filters of a list: each dataset, and "train" for all training data."""
         several = any(name.startswith("train/") for name in self.datasets)
         return ["train"] * (several and "train" not in self.datasets) + self.datasets
 
@@ -95,13 +95,13 @@ class SampleStore:
         return int(found[-1]) if len(found) else None
 
     def groups(self) -> np.ndarray:
-        """Return one record per group; the samples of a group are neighbours in the table."""
+        """Return one record per group; the samples of a group are adjacent in the table."""
         if self._groups is None or self._groups[0] != self.version:
             self._groups = self.version, _grouped(self.rows)
         return self._groups[1]
 
     def latest_groups(self, since: int) -> np.ndarray:
-        """Return the groups of the latest rollouts, without looking at the whole table."""
+        """Return the groups of the latest rollouts, without scanning the whole table."""
         rows = self.rows[-_LATEST:]
         return _grouped(rows[rows["rollout_id"] >= since])
 

@@ -1,7 +1,7 @@
 """The web server of `slime watch`: the page's files and the JSON it draws from.
 
 Every route is below /KEY/; any other path answers 404. The server listens on loopback, refuses other names
-in Host and other pages in Origin, and writes nothing.
+in Host and other sites in Origin, and writes nothing.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 _LIMITS = HttpLimits(max_connections=64, max_body=1024, max_bodies=65536)
-_FRESH_S = 0.5  # how old an answer about a run may be
+_FRESH_S = 0.5  # maximum age of cached metrics and events
 _RESCAN_S = 5.0
-_MOST_RUNS = 200
+_MAX_RUNS = 200
 _logger = logging.getLogger("slime.http_server")  # one traceback of a kind per 10 s
 Query = Mapping[str, str]
 
 
 class Runs:
-    """The runs of the folders that were named: each a run, or a folder with runs up to two levels below."""
+    """The runs of the given folders: each is a run, or has runs up to two levels below."""
 
     def __init__(self, folders: list[Path]) -> None:
         self._folders = folders
@@ -79,7 +79,7 @@ class Runs:
     def _scan(self) -> None:
         for folder in self._folders:
             for run_dir in [folder] if is_run(folder) else _runs_below(folder):
-                if run_dir not in self._views and len(self._views) < _MOST_RUNS:
+                if run_dir not in self._views and len(self._views) < _MAX_RUNS:
                     inside = run_dir != folder
                     name = as_text(run_dir.relative_to(folder) if inside else run_dir.name)
                     taken = {view.name for view in self._views.values()}
@@ -98,7 +98,7 @@ def has_runs(folder: Path) -> bool:
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Turn what the files of a run make their readers raise into a sentence: they may be anything."""
+    """Convert any error of reading a run's files, which may be hostile, into a QueryError."""
     try:
         yield
     except QueryError:
@@ -133,7 +133,7 @@ def series(runs: Runs, query: Query) -> Any:
 
 
 def timeline(runs: Runs, query: Query) -> Any:
-    """Return the lanes of all processes in a window of Unix time; by default the last five minutes' worth."""
+    """Return the lanes of all processes in a window of Unix time; by default of the last twelve steps."""
     view = runs.view(query)
     view.timeline.update()
     ends = view.timeline.ends
@@ -153,7 +153,7 @@ def timeline(runs: Runs, query: Query) -> Any:
 
 
 def _recent(held: list[tuple[float, int]], start: float, end: float) -> list[tuple[float, int]]:
-    """Return the versions an engine held in the window, the one at its start included."""
+    """Return the versions an engine held in the window, including the one at its start."""
     before = [entry for entry in held if entry[0] < start][-1:]
     return before + [entry for entry in held if start <= entry[0] <= end][:2000]
 
@@ -284,12 +284,12 @@ class WatchServer:
 
 
 def encoded(answer: Answer, runs: Runs, query: Query) -> bytes:
-    """Return an answer as JSON; raise QueryError where there is none."""
+    """Return an answer as JSON; raise QueryError if there is none."""
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
     with _readable():
         return orjson.dumps(answer(runs, query), _as_list, options)
 
 
 def _as_list(value: Any) -> Any:
-    """Convert what orjson does not take itself: arrays that are not contiguous."""
+    """Convert what orjson does not support: arrays that are not contiguous."""
     return value.tolist()

@@ -1,4 +1,4 @@
-"""report.html: one file without network that shows what a run learned and where its time went; compare.html
+"""report.html: one self-contained file with what a run learned and where its time went; compare.html
 shows several runs."""
 
 from __future__ import annotations

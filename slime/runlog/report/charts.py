@@ -51,7 +51,7 @@ class Chart:
 def stacked_bars(
     phases: list[tuple[int, dict[str, float]]], colors: dict[str, int], height: int
 ) -> Markup:
-    """Seconds per phase: one bar per rollout, or per range of rollouts when there are many."""
+    """Draw seconds per phase: one bar per rollout, or per range of rollouts if there are many."""
     count = min(len(phases), MAX_BARS)
     edges = [round(i * len(phases) / count) for i in range(count + 1)]
     ranges = [phases[a:b] for a, b in itertools.pairwise(edges)]

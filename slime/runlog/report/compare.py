@@ -1,4 +1,4 @@
-"""Several runs on one page: what they were set to, where that differs, and their curves on common charts."""
+"""Several runs on one page: their settings, the differences, and their curves on common charts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunRow:
 
 
 def comparison(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Return the values of the template; the place of a run is its colour on every chart."""
+    """Return the values of the template; the position of a run is its colour on every chart."""
     labels = run_names(runs)
     rewards = {"train reward": names.REWARD}
     for dataset, metric in names.eval_rewards(_metrics(runs)).items():
@@ -65,7 +65,7 @@ def comparison(runs: Sequence[RunData]) -> dict[str, Any]:
 
 
 def run_names(runs: Sequence[RunData]) -> list[str]:
-    """Return the names of the folders, or their paths where two have the same name."""
+    """Return the names of the folders, or their paths if two have the same name."""
     folders = [run.run_dir.resolve() for run in runs]
     for folder in folders:
         if folders.count(folder) > 1:

@@ -146,7 +146,7 @@ def _out_of(run: RunData, metric: str) -> str:
 
 
 def stands_out(run: RunData) -> list[dict[str, Any]]:
-    """Return the statements of the live page about the run that are not fine, problems first."""
+    """Return the findings of the live page that are not fine, problems first."""
     metrics, samples = MetricStore(run.run_dir), SampleStore(run.run_dir)
     metrics.update()
     samples.update()
@@ -173,7 +173,7 @@ def component_charts(run: RunData) -> list[Chart]:
 
 
 def other_charts(run: RunData) -> list[Chart]:
-    """Return every metric that no other part of the page draws, those of hooks too."""
+    """Return every metric that no other part of the page draws, including those of hooks."""
     drawn = {names.REWARD, names.STEP_TIME, *(metric for _, metric, _, _ in SMALL_CHARTS)}
     drawn |= set(names.eval_rewards(run.series).values())
     return [
@@ -204,7 +204,7 @@ def phases(run: RunData) -> Phases | None:
 
 
 def samples(run: RunData) -> Samples:
-    """Return samples, newest first; of a long run some rollouts spread evenly, with all their samples."""
+    """Return samples, newest first; for a long run all samples of evenly spaced rollouts."""
     rollout_ids = sorted({rollout_id for rollout_id, _ in run.samples})
     largest = max(Counter(rollout_id for rollout_id, _ in run.samples).values(), default=1)
     shown = evenly(rollout_ids, max(2, MAX_SAMPLES // largest))
@@ -240,6 +240,7 @@ def starts(run: RunData) -> list[tuple[str, str]]:
 def status(run: RunData) -> tuple[str, str]:
     """Return "complete", "partial" or "empty", and the number of rollouts in words."""
     done, wanted = run.rollouts(), run.config.get("num_rollout")
+    wanted = wanted if type(wanted) is int else None  # the file may be hostile
     if wanted == 0 and run.eval_datasets():
         return "complete", "evaluation"
     if done == 0:
@@ -276,13 +277,13 @@ def _sentence_without_eval(run: RunData) -> str:
 
 
 def _rollouts(run: RunData) -> str:
-    """Return `60 rollouts of GRPO, 16 prompts x 8 samples each`, as far as the configuration tells."""
+    """Return `60 rollouts of GRPO, 16 prompts x 8 samples each`, as far as the configuration is known."""
     done, config = run.rollouts(), run.config
     text = f"{done} rollout{'s' if done != 1 else ''}"
     if config.get("loss_type") == "sft_loss":
         return f"{text} of supervised training"
     if config.get("advantage_estimator"):
-        text += f" of {config['advantage_estimator'].replace('_', ' ').upper()}"
+        text += f" of {str(config['advantage_estimator']).replace('_', ' ').upper()}"
     prompts, samples = config.get("rollout_batch_size"), config.get("n_samples_per_prompt")
     return f"{text}, {prompts} prompts x {samples} samples each" if prompts and samples else text
 

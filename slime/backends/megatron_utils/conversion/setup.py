@@ -48,7 +48,7 @@ def conversion_args(argv: list[str]) -> Args:
     for name in given:
         if name not in _CONVERSION_FLAGS and flags[name].family != "megatron":
             raise ConfigError(
-                f"{flags[name].option} means nothing in a conversion: give MODEL_ARGS, "
+                f"{flags[name].option} has no effect in a conversion: give MODEL_ARGS, "
                 "--hf-checkpoint and --save"
             )
     _check_folders(given)
@@ -83,7 +83,7 @@ def with_layout(args: Args, dtype: str, layout: str | None, world_size: int) -> 
         raise ConfigError(
             f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size "
             f"{values['pipeline_model_parallel_size']} = {model_ranks} does not divide the {world_size} "
-            "processes: remove them, and the model is spread by itself"
+            "processes: remove them for a pipeline over all processes"
         )
     return args.replace(**values)
 
@@ -112,7 +112,7 @@ def model_sizes(weights: WeightMap, reader: TensorReader) -> ModelSizes:
 
 
 def stages(sizes: ModelSizes, world_size: int) -> list[int]:
-    """Return the layers of each pipeline stage, so that the largest stage is as small as possible.
+    """Return the number of layers per pipeline stage that makes the largest stage smallest.
 
     There are as many stages as ranks, or the most that divide them, with at least one layer each.
 

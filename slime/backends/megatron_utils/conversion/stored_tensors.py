@@ -1,4 +1,4 @@
-"""Megatron tensors in a torch_dist checkpoint, by their names on one rank and read without one."""
+"""Read full Megatron tensors of a torch_dist checkpoint by their names on one rank."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ class StoredTensors:
     Megatron stores the experts of a layer in one tensor, and may store all layers in one; a tensor
     of one layer and one expert is then a slice of it. Of projections and convolutions of gated delta
     nets it stores the sections of rows one by one: `in_proj.weight.query`, `in_proj.weight.key`, ...
+    With `verified` the caller has compared the files with their checksums, which reads all of them.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, verified: bool = False) -> None:
         self._folder = str(folder)
         if not (Path(folder) / "metadata.json").is_file():
             raise UserError(f"{folder} is not a torch_dist checkpoint: it has no metadata.json")
-        FileCheck().verify(folder)
+        if not verified:
+            FileCheck().verify(folder)
         refuse_other_format(folder)
         dist_checkpointing.load_common_state_dict(self._folder)  # refuses objects, as a run does
         self._places: dict[str, _StoredTensor] = {}
@@ -44,7 +46,7 @@ class StoredTensors:
         for key, tensor in dist_checkpointing.load_tensors_metadata(self._folder).items():
             if key.startswith(("optimizer.", "chained_", "fp8.")) or "_extra_state" in key:
                 continue
-            assert isinstance(tensor, ShardedTensor), "only tensors are asked for"
+            assert isinstance(tensor, ShardedTensor), "only tensors are requested"
             self._add(key, tensor)
         self._join_sections()
 
@@ -91,13 +93,13 @@ class StoredTensors:
             experts, shape = shape[0], shape[1:]
             name = name.replace(_EXPERTS, ".mlp.experts.local_experts.*.")
         place = _StoredTensor(key, layers, experts, shape, tensor.dtype)
-        # The names of TransformerEngine's norms are recognised behind the number of a layer.
+        # `canonical` recognises TransformerEngine's norms only after a layer number.
         known = canonical(name.replace(".layers.*.", ".layers.0.")) if layers else canonical(name)
         name = _LAYER.sub("decoder.layers.*.", known) if layers else known
         self._places[name] = place
 
     def _join_sections(self) -> None:
-        """Add a tensor for the sections of each: its rows are theirs, in the order of `_SECTIONS`."""
+        """Add a tensor of the rows of all sections, in the order of `_SECTIONS`."""
         for name in list(self._places):
             whole, _, section = name.rpartition(".")
             if section in _SECTIONS and whole.endswith(".weight"):

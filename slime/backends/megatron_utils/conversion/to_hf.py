@@ -109,9 +109,10 @@ class Plan:
 class Conversion:
     """The files of a conversion, planned from names and sizes, so that every process plans the same."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, verified: bool = False) -> None:
         self.plan, self.config = plan, read_config(plan.origin)
-        self.stored, self.origin = StoredTensors(plan.source), HfReader(plan.origin)
+        self.stored = StoredTensors(plan.source, verified=verified)
+        self.origin = HfReader(plan.origin)
         weights = self.weights = padded_weight_map(
             self.config,
             self.stored.shape(_EMBEDDING)[0],
@@ -259,7 +260,7 @@ def _write_in_worker(
     torch.set_num_threads(threads)
     try:
         with process_group():
-            conversion = Conversion(plan)
+            conversion = Conversion(plan, verified=True)  # by the parent process
             for number in numbers:
                 sender.send(conversion.write(number, folder))
     except UserError as error:
@@ -272,8 +273,8 @@ def _received(process: SpawnProcess, receiver: Connection) -> WeightFile:
     except EOFError:
         process.join()
         raise UserError(
-            f"a worker process ended with status {process.exitcode}, if -9 for lack of memory: each holds a "
-            "file and 1 GiB more; lower --max-workers or --chunk-size"
+            f"a worker process ended with status {process.exitcode} (-9: out of memory). Each holds a file "
+            "and 1 GiB more: lower --max-workers or --chunk-size"
         ) from None
     if isinstance(result, UserError):
         raise result
@@ -287,5 +288,5 @@ def _checkpoint(folder: str) -> Path:
         return path
     found = find_checkpoint(folder)
     if found is None:
-        raise ConfigError(f"--input-dir: {folder} is no checkpoint and has no complete one in it")
+        raise ConfigError(f"--input-dir: {folder} is not a checkpoint and contains no complete one")
     return found

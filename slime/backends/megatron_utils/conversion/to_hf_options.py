@@ -20,7 +20,7 @@ _DESCRIPTION = (
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
     parser = _Parser(prog="convert_torch_dist_to_hf.py", description=_DESCRIPTION)
-    parser.add_argument("--input-dir", required=True, help="iter_... folder, or the one it is in")
+    parser.add_argument("--input-dir", required=True, help="iter_... folder, or its parent folder")
     parser.add_argument("--output-dir", required=True, help="where the Hugging Face folder goes")
     parser.add_argument(
         "--origin-hf-dir", required=True, help="config, tokenizer, untrained tensors"
@@ -32,7 +32,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         "--chunk-size",
         type=int,
         default=FILE_BYTES,
-        help="bytes of a file, of which a worker holds one",
+        help="bytes per file; each worker holds one in memory",
     )
     parser.add_argument(
         "--add-missing-from-origin-hf",
@@ -42,10 +42,10 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="remove what is at --output-dir; without it, a folder of others is renamed to .previous",
+        help="remove what is at --output-dir; without it, a folder not written by slime is renamed to .previous",
     )
-    parser.add_argument("--vocab-size", type=int, help="checked: config.json has the size")
-    parser.add_argument("--model-name", help="checked: config.json has the model's type")
+    parser.add_argument("--vocab-size", type=int, help="must equal vocab_size of config.json")
+    parser.add_argument("--model-name", help="must name the model type of config.json")
     options = parser.parse_args(argv)
     _check_folders(options)
     if min(options.max_workers, options.chunk_size) < 1:
@@ -66,7 +66,7 @@ def _check_folders(options: argparse.Namespace) -> None:
 
 
 def check_model(options: argparse.Namespace, config: PretrainedConfig) -> None:
-    """Refuse a size of the vocabulary or a name of the model that is not the original's."""
+    """Raise ConfigError if --vocab-size or --model-name disagrees with the original."""
     if options.vocab_size not in (None, config.vocab_size):
         raise ConfigError(
             f"--vocab-size {options.vocab_size}: {options.origin_hf_dir}/config.json says "

@@ -7,7 +7,7 @@ row-parallel one A by columns::
     decoder.layers.0.self_attention.linear_qkv.lora.q_proj.lora_A   model.layers.0.self_attn.q_proj.lora_A.weight
     decoder.layers.0.self_attention.linear_qkv.lora.q_proj.lora_B   model.layers.0.self_attn.q_proj.lora_B.weight
 
-The experts of a layer have theirs in one parameter, and Hugging Face's experts hold gate and up in one::
+Adapters of all experts of a layer are one parameter; Hugging Face's experts fuse gate and up::
 
     decoder.layers.0.mlp.experts.lora.gate_up_proj.lora_A           model.layers.0.mlp.experts.gate_up_proj.lora_A.weight
 """
@@ -34,7 +34,7 @@ _DELTA_NET = (".in_proj.", ".out_proj.")
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterMap:
-    """The modules of the whole model that have adapters, and the rules of these."""
+    """The modules of the whole model that have adapters, and the rules of the adapters."""
 
     modules: list[str]  # Hugging Face names
     weights: WeightMap
@@ -98,7 +98,7 @@ class TensorsReader:
 
 
 def _is_linear(rule: Rule) -> bool:
-    """Return whether it is the weight of a linear layer of the decoder, so no router and no embedding.
+    """Return whether it is a linear weight of a decoder layer: no router, no embedding.
 
     Experts that a checkpoint holds in one tensor are transposed and have biases: no adapters.
     """
@@ -108,7 +108,7 @@ def _is_linear(rule: Rule) -> bool:
 
 
 def _is_in_layer(rule: Rule, layer: int, config: TransformerConfig) -> bool:
-    """Return whether a layer has it: the rules of a family include layers of every kind."""
+    """Return whether this layer has the weight; a family's rules cover layers of every kind."""
     if ".mlp." not in rule.megatron:
         is_delta_net = any(part in rule.megatron for part in _DELTA_NET)
         return is_delta_net == is_linear(config, layer)

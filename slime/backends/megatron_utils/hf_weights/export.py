@@ -40,7 +40,7 @@ def export_hf(
     """Yield (Hugging Face name, full tensor) on every rank, in layer order.
 
     Tensors are in `dtype`, or in the model's. They may share memory with the model: read them
-    before the next training step. `merge` adds adapters to the weights that have such.
+    before the next training step. `merge` merges adapters into their weights.
     """
     gather = _Gather(chunks, weights, dtype, merge)
     for rule, layer in weights.in_layer_order():
@@ -58,10 +58,10 @@ def hf_buckets(
     with_mtp: bool = True,
     merge: Merge | None = None,
 ) -> Iterator[list[HfTensor]]:
-    """Yield the same in lists of at most `max_bytes`, or of one larger tensor.
+    """Yield the tensors of `export_hf` in lists of at most `max_bytes`, or of one larger tensor.
 
-    Without `keep` the lists are empty, but as many, on ranks that only take part in gathers.
-    Without `with_mtp` the multi-token-prediction layers are left out.
+    With `keep=False` a rank takes part in gathers and yields as many lists, but empty.
+    With `with_mtp=False` the multi-token-prediction layers are omitted.
     """
     bucket: list[HfTensor] = []
     size = 0
@@ -79,7 +79,7 @@ def hf_buckets(
 def with_copies(
     buckets: Iterable[list[HfTensor]], copies: dict[str, str], names: Container[str]
 ) -> Iterator[list[HfTensor]]:
-    """Yield the buckets and, for those `names` that are copies of a tensor, the tensor again."""
+    """Yield the buckets, and again each tensor with a second name among `names`."""
     for bucket in buckets:
         yield bucket
         again = [
@@ -177,7 +177,7 @@ class _Gather:
             dtype = tensor.dtype if self._dtype is None or rule.fp32 else self._dtype
             if self._merge is not None and self._merge.has(name):
                 yield name, self._merge(name, tensor, dtype)
-            else:  # of a fused weight, another part of which is merged, it is not cast yet
+            else:  # not cast yet if another part of its fused weight is merged
                 yield name, tensor.to(dtype)
 
     def _whole(self, rule: Rule, name: str, hf_names: list[str]) -> torch.Tensor:

@@ -144,7 +144,7 @@ class Mtp:
 
 @dataclass(frozen=True)
 class Family:
-    """The rules of one decoder layer, and names of multi-token-prediction layers if it has such.
+    """The rules of one decoder layer, and names of its multi-token-prediction layers, if any.
 
     `untrained` are prefixes of tensors that a checkpoint may have and Megatron's model does not.
     """

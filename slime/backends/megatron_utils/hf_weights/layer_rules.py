@@ -56,7 +56,7 @@ def attention(
 
 
 def mlp() -> list[Rule]:
-    """Return the rules of a dense MLP and the norm before it; a layer of experts uses that of the norm only."""
+    """Return the rules of a dense MLP and the norm before it; MoE layers use only the norm's."""
     return [
         plain("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
         *gated_mlp("mlp", "mlp"),

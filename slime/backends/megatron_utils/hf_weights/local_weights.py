@@ -67,7 +67,7 @@ def local_weights(
 ) -> Iterator[LocalWeight]:
     """Yield parameters and persistent buffers of all chunks, without a critic's value head.
 
-    They are adapters if `weights` has the rules of these, else base weights.
+    Yield adapters if `weights` has their rules, else base weights.
     """
     for chunk in map(unwrapped, chunks):
         layers = [layer.layer_number - 1 for layer in decoder_layers(chunk)]

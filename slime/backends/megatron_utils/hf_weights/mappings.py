@@ -186,10 +186,10 @@ class Qkv(Mapping):
         expert: int = 0,
     ) -> None:
         if self._groups % shard.size == 0:
-            pieces = self._pieces(target, self._groups // shard.size)
-            for piece, name in zip(pieces, names, strict=True):
+            views = self._qkv_views(target, self._groups // shard.size)
+            for view, name in zip(views, names, strict=True):
                 rows = reader.read(name, shard.of(reader.shape(name)[0]))
-                piece.copy_(rows.unflatten(0, piece.shape[:2]))
+                view.copy_(rows.unflatten(0, view.shape[:2]))
             return
         # More ranks than groups: a rank holds a shard of one group.
         whole = target.new_empty(target.shape[0] * shard.size, *target.shape[1:])
@@ -197,7 +197,7 @@ class Qkv(Mapping):
         target.copy_(whole[shard.of(whole.shape[0])])
 
     def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        return [piece.flatten(0, 1) for piece in self._pieces(whole, self._groups)]
+        return [view.flatten(0, 1) for view in self._qkv_views(whole, self._groups)]
 
     def local_rows(self, rows: int, size: int) -> tuple[list[int], int]:
         if self._groups % size:
@@ -209,7 +209,7 @@ class Qkv(Mapping):
         keys = groups * self._head_dim
         return [rows - 2 * keys, keys, keys], groups
 
-    def _pieces(self, tensor: torch.Tensor, groups: int) -> list[torch.Tensor]:
+    def _qkv_views(self, tensor: torch.Tensor, groups: int) -> list[torch.Tensor]:
         """Return queries, keys and values as views [groups, rows of each, ...]."""
         grouped = tensor.unflatten(0, (groups, -1))
         queries = grouped.shape[1] - 2 * self._head_dim

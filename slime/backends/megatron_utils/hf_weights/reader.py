@@ -12,7 +12,8 @@ import torch
 from safetensors import safe_open
 
 from slime.core.errors import UserError
-from slime.weights.fp8 import FP8, Fp8Format, dequantize, format_of, refuse_unreadable
+from slime.weights.fp8 import FP8, dequantize
+from slime.weights.fp8_format import Fp8Format, format_of, refuse_unreadable
 
 _OPEN_FILES = 4
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -159,7 +160,7 @@ class Fp8:
         self._layout = layout
 
     def parts(self, name: str) -> list[str]:
-        return [name, name.removesuffix("weight") + self._layout.scale_suffix]
+        return [name, self._layout.scale_name(name)]
 
     def shape(self, tensors: TensorReader, name: str) -> tuple[int, ...]:
         return tensors.shape(name)

@@ -91,8 +91,8 @@ class GatedQkv(Qkv):
         expert: int = 0,
     ) -> None:
         super().fill(target, reader, names, shard)
-        if self._groups % shard.size == 0:  # else it was sliced from a whole tensor in this order
-            queries = self._pieces(target, self._groups // shard.size)[0]
+        if self._groups % shard.size == 0:  # else `super().fill` sliced a reordered whole tensor
+            queries = self._qkv_views(target, self._groups // shard.size)[0]
             of_heads = queries.unflatten(1, (-1, 2, self._head_dim))
             queries.copy_(of_heads.transpose(1, 2).flatten(1, 3))
 

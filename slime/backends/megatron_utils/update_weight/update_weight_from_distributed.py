@@ -1,4 +1,4 @@
-"""What both kinds of weight updates share, and the one to engines on other devices."""
+"""The base class of weight updates, and updates of engines on other devices."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Objects:
         self._channel, self._names, self._objects = channel, names, []
 
     def serve(self):
-        """Answer requests; return the reply to a request of our own."""
+        """Answer requests until a reply to our own request arrives; return the reply."""
         while True:
             message = self._channel.read()
             if "op" not in message:

@@ -152,7 +152,7 @@ class Program:
 
 
 def _write_back(arguments, changed):
-    """Give lists, dictionaries and sets the content that the program left in its copies."""
+    """Copy the program's in-place changes back into lists, dictionaries and sets of the tests."""
     mutable = [part for part in arguments if type(part) in (list, dict, set, bytearray)]
     for part, content in zip(mutable, changed, strict=True):
         if type(content) is not type(part):

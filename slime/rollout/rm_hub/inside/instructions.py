@@ -1,6 +1,6 @@
 """Inside the sandbox: the verifiable instructions of IFEval, one small function each.
 
-Every one takes time in proportion to the length of the response.
+Each takes time linear in the length of the response.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def main() -> None:
     sys.setrecursionlimit(5000)
     module = load(sys.argv[1])
     answer, mistakes = module.load(), getattr(module, "UserMistake", ())
-    # What a library prints must not end up between the replies, nor fill a pipe that is not read.
+    # What a library prints must neither mix with the replies nor fill a pipe that nobody reads.
     questions, replies = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -35,11 +35,7 @@ def main() -> None:
             reply = {"value": answer(json.loads(line))}
         except mistakes as mistake:
             reply = {"mistake": str(mistake)}
-        except (
-            Exception,
-            RecursionError,
-            MemoryError,
-        ):  # libraries raise anything on malformed text
+        except Exception:  # libraries raise anything on malformed text, also MemoryError
             reply = {"value": None}
         send(replies, reply)
 
