@@ -267,9 +267,9 @@ def test_tables_of_buffers_that_cannot_be_kept_are_refused(server: EngineServer,
     half = [{**metadata[0], "dtype": "float16"}, *metadata[1:]]
     swapped = _renumbered([*metadata[1:], metadata[0]])
     wrong = {
-        "end to end": shifted,
+        "contiguous": shifted,
         "dtype": half,
-        "order of name": swapped,
+        "sorted by name": swapped,
         "base_model.model.": bare,
     }
     for word, table in wrong.items():

@@ -4,7 +4,7 @@ import pytest
 
 from tools.house import House
 
-# Measure -> (limit, target). Only a new capability raises the files and lines; no other limit is
+# Measure -> (limit, target). New capabilities and fixed defects raise the files and lines; no other limit is
 # raised. Lower a limit when the figure has gone down, until it has reached the target.
 LIMITS = {
     "files on the main path": (50, 50),
