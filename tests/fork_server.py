@@ -5,6 +5,7 @@ imports the same libraries for 2 to 6 s of a core, several times what the run th
 from one process that has imported them, one per process of pytest:
 
     test   ──▶ client train.py ...            ──asks──▶ server ──forks──▶ driver
+    test   ──▶ Python script.py ...           a driver of another kind, with `for_children`
     raylet ──▶ client default_worker.py ...   ──asks──▶ server ──forks──▶ Ray's worker
     worker ──▶ client -m slime.engine.server  ──asks──▶ server ──forks──▶ engine
 
@@ -85,6 +86,23 @@ def client() -> str:
 def variables() -> dict[str, str]:
     """Return what a client needs in its environment."""
     return {fork_client.ADDRESS: str(Path(client()).parent / "socket")}
+
+
+def for_children(root: str) -> dict[str, str]:
+    """Return what a driver that Python starts needs in its environment to have its own processes forked."""
+    folder = Path(client()).parent
+    site = folder / "site"
+    if not site.exists():
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(_PATCH.format(folder=str(folder)))
+    return {**variables(), "PYTHONPATH": f"{site}{os.pathsep}{root}"}
+
+
+_PATCH = """
+from pathlib import Path
+from tests.fork_server import start_by_client
+start_by_client(Path({folder!r}))
+"""
 
 
 def _stop(server: subprocess.Popen[bytes], connection: socket.socket) -> None:
@@ -258,7 +276,7 @@ def _take_files(request: _Request) -> None:
         os.close(file)
 
 
-def _start_by_client(folder: Path) -> None:
+def start_by_client(folder: Path) -> None:
     """Have this process start Ray's workers and engines by the server too, and find them as its own."""
     import psutil
 
@@ -310,5 +328,5 @@ if __name__ == "__main__":
     # From here on this is a process of a run. It ends as one too: by the end of this file.
     _become(REQUEST, SERVER, LIBRARIES)
     preload_runs.forget_random_state()
-    _start_by_client(SERVER.folder)
+    start_by_client(SERVER.folder)
     _run(REQUEST.words)

@@ -57,8 +57,12 @@ def _python_path() -> str:
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1"}
+def environment(*, forks: bool = False) -> dict[str, str]:
+    """Return the environment of a driver; with `forks` its own processes are saved their imports."""
+    found = {**os.environ, "PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1"}
+    if forks and not _uses_other_hardware():
+        found |= fork_server.for_children(found["PYTHONPATH"])
+    return found
 
 
 def start(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import signal
 import subprocess
@@ -37,7 +36,7 @@ def start(model: Path, folder: Path, num_rollout: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(script), str(model), str(folder), str(num_rollout)],
         cwd=folder.parent,
-        env={**os.environ, "PYTHONPATH": str(runs.ROOT), "OMP_NUM_THREADS": "1"},
+        env=runs.environment(forks=True),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -100,7 +99,7 @@ def test_a_run_is_resumed_in_another_process(run):
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=run.path.parent,
-        env={**os.environ, "PYTHONPATH": str(runs.ROOT), "OMP_NUM_THREADS": "1"},
+        env=runs.environment(forks=True),
         capture_output=True,
         text=True,
         timeout=300,
@@ -134,7 +133,7 @@ def test_the_lines_of_the_readme_run(tiny_model, tmp_path):
     done = subprocess.run(
         [sys.executable, "readme.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(runs.ROOT), "OMP_NUM_THREADS": "1"},
+        env=runs.environment(forks=True),
         capture_output=True,
         text=True,
         timeout=300,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -21,7 +20,7 @@ def stepped(request, tiny_model, tmp_path_factory):
     done = subprocess.run(
         [sys.executable, step_script.__file__, str(tiny_model), str(folder), *options],
         cwd=folder.parent,
-        env={**os.environ, "PYTHONPATH": str(runs.ROOT), "OMP_NUM_THREADS": "1"},
+        env=runs.environment(forks=True),
         capture_output=True,
         text=True,
         timeout=400,

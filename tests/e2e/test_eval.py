@@ -18,7 +18,7 @@ _LENGTH = 8
 
 def slime_eval(*words: object, folder: Path = runs.ROOT) -> tuple[int, str]:
     command = [sys.executable, "-m", "slime.cli", "eval", *map(str, words)]
-    env = runs.environment()
+    env = runs.environment(forks=True)
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 

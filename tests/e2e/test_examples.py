@@ -36,7 +36,7 @@ def test_example_runs_from_its_script(tiny_model, tmp_path, name):
     words = [str(part) for k, v in flags.items() for part in ("--" + k.replace("_", "-"), v)]
     done = subprocess.run(
         ["bash", str(EXAMPLES / name / "run.sh"), str(tiny_model), *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{python.parent}:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=500,
+        env={**runs.environment(forks=True), "PATH": f"{python.parent}:{os.environ['PATH']}"}, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     train = runs.metrics(tmp_path / "run", "train")

@@ -43,7 +43,8 @@ class Quickstart:
 def quickstart(tmp_path_factory) -> Quickstart:
     folder = tmp_path_factory.mktemp("run") / "quickstart"
     command = [sys.executable, "-m", "slime.cli", "quickstart", "--run-dir", str(folder)]
-    done = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True)
+    env = runs.environment(forks=True)
+    done = subprocess.run(command, cwd=runs.ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return Quickstart(folder=folder, output=done.stdout)
 

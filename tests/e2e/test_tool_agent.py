@@ -36,7 +36,7 @@ def finished(tmp_path_factory) -> Path:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", str(SCRIPT), str(model), *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": path},
+        env={**runs.environment(forks=True), "PATH": path},
         capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

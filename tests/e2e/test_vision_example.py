@@ -23,8 +23,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(task: Path, run_dir: Path, *flags: str) -> dict[str, list[float]]:
     """Run the example's script; return the curves by metric."""
     env = {
-        **os.environ, "DATA": str(task), "RUN_DIR": str(run_dir), "OMP_NUM_THREADS": "1",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(runs.ROOT),
+        **runs.environment(forks=True), "DATA": str(task), "RUN_DIR": str(run_dir),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }  # fmt: skip
     words = ["bash", str(runs.ROOT / "examples/vision/run.sh"), *flags]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=500)
