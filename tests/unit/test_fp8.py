@@ -225,21 +225,28 @@ class Recorded(WeightTransport):
     def close(self): ...
 
 
+def sent_in_an_update(
+    tensors: list[tuple[str, torch.Tensor]], facts: ModelFacts
+) -> dict[str, torch.Tensor]:
+    transport, engine = Recorded(), FakeEngine({}, token="t")
+    engine.version = "1"
+    try:
+        sync = WeightSync(transport, token="t", verify=False, model=facts)
+        sync.update([tensors[:9], tensors[9:]], [engine.info], 1)
+    finally:
+        engine.close()
+    return transport.tensors
+
+
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.strategy)
 def test_what_an_update_sends_is_what_the_tool_writes(model, tmp_path, layout):
     convert_to_fp8(model, tmp_path / "fp8", layout)
     offline = load_file(tmp_path / "fp8" / "model.safetensors")
-    transport, engine = Recorded(), FakeEngine({}, token="t")
-    engine.version = "1"
-    try:
-        sync = WeightSync(transport, token="t", verify=False, model=ModelFacts(fp8=layout))
-        tensors = list(load_file(model / "model.safetensors").items())
-        sync.update([tensors[:9], tensors[9:]], [engine.info], 1)
-    finally:
-        engine.close()
-    assert transport.tensors.keys() == offline.keys()
+    tensors = list(load_file(model / "model.safetensors").items())
+    received = sent_in_an_update(tensors, ModelFacts(fp8=layout))
+    assert received.keys() == offline.keys()
     for name, tensor in offline.items():
-        sent = transport.tensors[name]
+        sent = received[name]
         assert sent.dtype == tensor.dtype and sent.shape == tensor.shape
         bits = torch.uint8 if tensor.dtype == FP8 else tensor.dtype
         assert torch.equal(sent.view(bits), tensor.view(bits))
@@ -278,7 +285,7 @@ def test_an_update_quantizes_the_tensors_that_have_scales_in_the_checkpoint(mode
     (tmp_path / "fp8" / "model.safetensors.index.json").unlink()
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
     chosen = quantized_in(tmp_path / "fp8", config, SMALL)
-    sent = dict(quantize_all(plain.items(), SMALL, chosen))
+    sent = sent_in_an_update(list(plain.items()), ModelFacts(fp8=SMALL, quantizes=chosen))
     assert sent.keys() == stored.keys()
     assert {n: t.dtype for n, t in sent.items()} == {n: t.dtype for n, t in stored.items()}
 
