@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,6 +15,7 @@ from slime.core.errors import UserError
 Strategy = Literal["block", "channel", "tensor"]
 ScaleFormat = Literal["ue8m0"]
 Choice = Callable[[str, int], bool]  # whether the tensor of this name and rank is in FP8
+_MAX_WILDCARDS = 8
 
 # Never quantized: small, or too sensitive. The router of a MoE layer is called gate or router.
 _KEPT = (
@@ -75,12 +77,26 @@ def quantized_in(folder: Path, config: dict[str, Any], layout: Fp8Format) -> Cho
 def _kept_modules(declared: dict[str, Any]) -> Callable[[str], bool]:
     """Return whether config.json excludes a module from FP8, by its name, a part of it, or "re:..."."""
     lists = (declared.get(key) for key in ("modules_to_not_convert", "ignored_layers", "ignore"))
-    excluded: list[str] = [entry for entries in lists for entry in entries or ()]
-    patterns = [re.compile(e.removeprefix("re:")) for e in excluded if e.startswith("re:")]
+    excluded = [str(entry) for entries in lists for entry in entries or ()]
+    patterns = [e.removeprefix("re:") for e in excluded if e.startswith("re:")]
     parts = [f".{entry}." for entry in excluded if not entry.startswith("re:")]
     return lambda module: (
-        any(part in f".{module}." for part in parts) or any(p.match(module) for p in patterns)
+        any(part in f".{module}." for part in parts)
+        or any(fnmatchcase(module, _as_wildcards(pattern)) for pattern in patterns)
     )
+
+
+def _as_wildcards(pattern: str) -> str:
+    """Return a pattern of names, "." and ".*" as wildcards: a regular expression of a stranger may take forever."""
+    text = pattern.removeprefix("^").replace(".*", "*").replace("\\.", "\0").replace(".", "?")
+    open_end = "" if text.endswith("$") else "*"
+    text = text.removesuffix("$").replace("\0", ".") + open_end
+    if not re.fullmatch(r"[\w.?*-]{1,200}", text) or text.count("*") > _MAX_WILDCARDS:
+        raise UserError(
+            f"quantization_config of config.json excludes modules by the pattern {pattern[:80]!r}, of which "
+            "slime reads names, . and .* only: list the modules by name"
+        )
+    return text
 
 
 def format_of(config: dict[str, Any]) -> Fp8Format | None:

@@ -291,7 +291,7 @@ def test_an_index_that_leaves_its_folder(base, adapter, tmp_path):
         first = next(iter(index["weight_map"]))
         file.write_text(json.dumps({"weight_map": {**index["weight_map"], first: name}}))
         message = refusal(shards, adapter, tmp_path / "out")
-        assert "is no file of its folder" in message or "is not a weight index" in message
+        assert "is not a file of its folder" in message or "is not a weight index" in message
 
 
 def test_files_that_the_index_does_not_name_are_not_merged(base, adapter, tmp_path):

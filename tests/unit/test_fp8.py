@@ -307,6 +307,26 @@ def test_without_weight_files_config_json_says_what_is_not_quantized(tmp_path, d
 
 
 @pytest.mark.parametrize(
+    "pattern", [".*lm_head", ".*mlp.gate$", r".*mlp\.gate$", "visual.*", "^lm_head$", ".*mlp.gate"]
+)
+def test_patterns_of_config_json_exclude_what_re_match_finds(tmp_path, pattern):
+    config = {"quantization_config": {"quant_method": "fp8", "ignore": [f"re:{pattern}"]}}
+    chosen = quantized_in(tmp_path, config, SMALL)
+    for module in ("lm_head2", "layers.0.mlp.gate_proj", "layers.1.mlpxgate", "visual2.blocks.0"):
+        found = re.match(pattern, module) is not None
+        assert chosen(f"{module}.weight", 2) is not (
+            found or not is_quantized(f"{module}.weight", 2)
+        )
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "[a-z]*x", "a|b", "(?!x)", ".*a" * 9, "a" * 300])
+def test_patterns_that_could_take_forever_are_refused(tmp_path, pattern):
+    config = {"quantization_config": {"quant_method": "fp8", "ignore": [f"re:{pattern}"]}}
+    with pytest.raises(UserError, match="list the modules by name"):
+        quantized_in(tmp_path, config, SMALL)("a" * 60 + "b.weight", 2)
+
+
+@pytest.mark.parametrize(
     ("name", "shape"),
     [
         ("model.language_model.layers.0.mlp.experts.gate_up_proj", (4, 8, 12)),
