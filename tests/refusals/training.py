@@ -15,8 +15,8 @@ BATCHES = [
     ),
     Wrong(
         what="an evaluation of weights that the engines do not have yet",
-        flags="--update-weights-interval 2 --eval-interval 5 --eval-prompt-data held held.jsonl",
-        right="--update-weights-interval 2 --eval-interval 6 --eval-prompt-data held held.jsonl",
+        flags="--no-offload-rollout --update-weights-interval 2 --eval-interval 5 --eval-prompt-data held reasoning-gym:leg_counting",
+        right="--no-offload-rollout --update-weights-interval 2 --eval-interval 6 --eval-prompt-data held reasoning-gym:leg_counting",
     ),
     Wrong(
         what="a context without room for a response",
