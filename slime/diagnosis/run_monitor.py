@@ -55,6 +55,7 @@ class RunFacts:
     own_ray: list[RayProcess]  # of the Ray that this process started; empty on a cluster
     save: str | None
     load: str | None
+    ckpt_step: int | None = None
 
 
 class RunMonitor:
@@ -85,7 +86,7 @@ def exit_reason(facts: RunFacts, first: RayProcess | None) -> str:
     `first` is the process of the run's own Ray that died before the driver.
     """
     driver = f"the driver (pid {facts.pid} on {facts.host})"
-    advice = how_to_continue(facts.save, facts.load)
+    advice = how_to_continue(facts.save, facts.load, facts.ckpt_step)
     if first is not None:
         return f"{died(first)}, and {driver} with it.\n{advice}"
     if facts.own_ray:

@@ -119,7 +119,7 @@ class Checkpointer:
 
     def how_to_continue(self) -> str:
         """Return what to type to resume the run."""
-        return how_to_continue(self.args.save, self.args.load)
+        return how_to_continue(self.args.save, self.args.load, self.args.ckpt_step)
 
     def _begin_critic(self, rollout_id: int, path: Path) -> str:
         if self._critic_folder:

@@ -102,6 +102,7 @@ def run_facts(args: Args) -> RunFacts:
         own_ray=local_ray.processes(),
         save=args.save,
         load=args.load,
+        ckpt_step=args.ckpt_step,
     )
 
 

@@ -256,7 +256,7 @@ def _judge(schedule: Schedule, folders: Folders, reference: Folders, result: Res
     if not any(record.faults for record in starts):
         result.outcome = f"not hit, {how}"
     else:
-        result.outcome = f"{'went on' if len(starts) == 1 else 'resumed'}, {how}"
+        result.outcome = f"{'continued' if len(starts) == 1 else 'resumed'}, {how}"
     if deviations:
         result.outcome = "DEVIATED"
 

@@ -62,7 +62,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def _by_mode(rows: Rows) -> str:
-    outcomes = ["went on", "resumed", "not hit", "refused", "DEVIATED", "never finished"]
+    outcomes = ["continued", "resumed", "not hit", "refused", "DEVIATED", "never finished"]
     lines = [["mode", "seeds", *outcomes]]
     for mode in sorted({row["mode"] for row in rows}):
         found = [row["outcome"].split(",")[0] for row in rows if row["mode"] == mode]
@@ -78,7 +78,7 @@ def _by_fault(rows: Rows) -> str:
             fault, _, _ = text.partition(" @")
             if number < len(row["starts"]) and row["starts"][number]["faults"]:
                 groups[_without_index(fault)].append(row["starts"][number])
-    lines = [["fault", "starts", "exit statuses", "told after s", "ended after s"]]
+    lines = [["fault", "starts", "exit statuses", "message after s", "ended after s"]]
     for fault in sorted(groups):
         found = groups[fault]
         statuses = sorted({start["status"] for start in found})

@@ -14,7 +14,7 @@ def row(seed: int, **changes: Any) -> dict[str, Any]:
         "seed": seed,
         "mode": "colo",
         "schedule": f"kill:engine_{seed} @train 3",
-        "outcome": "went on, bitwise",
+        "outcome": "continued, bitwise",
         "deviations": [],
         "starts": [start],
         "commit": "abc",

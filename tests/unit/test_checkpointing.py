@@ -115,6 +115,17 @@ def test_a_rewound_run_keeps_what_it_saves_and_resumes_from_it(tmp_path):
     assert find_checkpoint(str(tmp_path), 29) == tmp_path / "iter_0000029"
 
 
+def test_a_rewound_run_says_that_its_command_would_rewind_again(tmp_path):
+    for rollout_id in (9, 19):
+        checkpointer(tmp_path).save(rollout_id, Trainer(), Rollout())
+    rewound = checkpointer(tmp_path, ckpt_step=9)
+    rewound.save(14, Trainer(), Rollout())
+    advice = rewound.how_to_continue()
+    assert "after rollout 14" in advice and "without --ckpt-step" in advice
+    assert "starts again after rollout 9" in advice
+    assert "the same command continues from it." in checkpointer(tmp_path).how_to_continue()
+
+
 def test_a_run_that_returns_to_an_abandoned_checkpoint_continues_its_branch(tmp_path):
     for step, rollout_id in ((None, 9), (None, 19), (9, 14), (19, 24)):
         checkpointer(tmp_path, ckpt_step=step).save(rollout_id, Trainer(), Rollout())
