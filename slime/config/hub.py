@@ -22,6 +22,7 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _URL = "hf://datasets/"
 _DATA = (".parquet", ".jsonl")
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+_OTHER_FORMATS = ["original/*", "consolidated*"]  # the same weights again
 _SPLITS = {"--prompt-data": ("train",), "--eval-prompt-data": ("test", "validation", "train")}
 _MAIN = ("main", "default", "data")  # configurations to use if none is named
 _NAMED = 4  # files that a message lists
@@ -101,10 +102,10 @@ def _of_split(folder: Path, name: str, option: str, draft: Draft) -> list[Path]:
             found = [file for file in found if file.parent.name in _MAIN]
         if len({file.parent for file in found}) == 1:
             if missing := _missing_shards(found):
-                listed = ", ".join(missing[:_NAMED]) + ", ..." * (len(missing) > _NAMED)
                 place = found[0].parent.relative_to(folder)
                 draft.lacking(
-                    f"{option} {name}: the cache lacks {len(missing)} of the files of {place} ({listed}): "
+                    f"{option} {name}: the cache lacks {len(missing)} of the files of {place} "
+                    f"({_listed(missing)}): "
                     f"{download}"
                 )
             return found
@@ -135,6 +136,10 @@ def _missing_shards(files: list[Path]) -> list[str]:
     return missing
 
 
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + ", ..." * (len(names) > _NAMED)
+
+
 def _choices(files: list[Path], folder: Path, name: str) -> str:
     if not files:
         return "there is no parquet or jsonl file. Convert the dataset first"
@@ -150,7 +155,8 @@ def _snapshot(name: str, kind: str, patterns: list[str], draft: Draft, option: s
     head = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}", "refs", "main")
     revision = head.read_text().strip() if head.is_file() else None  # the commit in the cache
     place = {"repo_id": name, "repo_type": kind, "revision": revision}
-    request = {**place, "allow_patterns": patterns}
+    ignored = _OTHER_FORMATS if kind == "model" else []
+    request = {**place, "allow_patterns": patterns, "ignore_patterns": ignored}
     what = ""
     try:
         found = Path(hub.snapshot_download(**request, local_files_only=True))
@@ -160,10 +166,19 @@ def _snapshot(name: str, kind: str, patterns: list[str], draft: Draft, option: s
     reason = "HF_HUB_OFFLINE is set"
     if not draft.offline and not constants.HF_HUB_OFFLINE:
         try:
-            if found is None:
-                print(f"{option}: downloading {name} from the Hugging Face Hub", flush=True)
-            else:  # files may be missing; a download itself has no timeout if packets are dropped
-                hub.HfApi().repo_info(**place, timeout=constants.DEFAULT_ETAG_TIMEOUT)
+            wanted = name
+            if found is not None:  # also a first request with a timeout, which a download has not
+                info = hub.HfApi().repo_info(**place, timeout=constants.DEFAULT_ETAG_TIMEOUT)
+                files = hub.utils.filter_repo_objects(
+                    [file.rfilename for file in info.siblings or []],
+                    allow_patterns=patterns,
+                    ignore_patterns=ignored,
+                )
+                missing = [file for file in files if not (found / file).exists()]
+                if not missing:
+                    return found
+                wanted = f"{_listed(missing)} of {name}"
+            print(f"{option}: downloading {wanted} from the Hugging Face Hub", flush=True)
             return Path(hub.snapshot_download(**request))
         except Exception as error:  # of the network, the Hub or its client
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

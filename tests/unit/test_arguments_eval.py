@@ -85,3 +85,18 @@ def test_mistakes_name_file_and_key(tmp_path, text, words):
     message = str(error.value)
     assert all(word in message for word in words), message
     assert "eval.yaml" in message or "/no/eval.jsonl" in message
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"debug_rollout_only": True, "eval_interval": 5},
+        {"debug_rollout_only": True, "eval_interval": 1, "num_rollout": 0},
+        {"num_rollout": 20, "eval_interval": 20},  # after the last rollout, which always updates
+    ],
+)
+def test_evaluations_that_cannot_see_stale_weights_are_accepted(flags):
+    flags = {"eval_prompt_data": ["a", HERE], "update_weights_interval": 3, **flags}
+    assert make_args(**flags).eval_interval == flags["eval_interval"]
+    with pytest.raises(ConfigError, match="--eval-interval 5: engines get new weights every 3"):
+        make_args(**{**flags, "num_rollout": 20, "eval_interval": 5, "debug_rollout_only": False})

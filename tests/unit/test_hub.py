@@ -31,6 +31,7 @@ REPOSITORIES = {
     "models/Qwen/Qwen3-0.6B": {
         "config.json": json.dumps(CONFIG).encode(), "model.safetensors": b"weights",
         "modeling.py": b"raise SystemExit", "pytorch_model.bin": b"pickle",
+        "consolidated.safetensors": b"weights", "original/model.safetensors": b"weights",
     },
     "models/some/adapter": {"config.json": b"{}", "pytorch_model.bin": b"pickle"},
     "datasets/openai/gsm8k": {
@@ -114,6 +115,11 @@ for words in json.loads(sys.argv[1]):
 
 def resolve(home: Path, hub: str | None, *given: dict) -> list:
     """What each of these options resolves to in a new process, or its refusal."""
+    lines = [line for line in printed(home, hub, *given) if not line.startswith("--")]
+    return [json.loads(line) for line in lines]
+
+
+def printed(home: Path, hub: str | None, *given: dict) -> list[str]:
     env = {**os.environ, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     env |= {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0"} if hub else {"HF_HUB_OFFLINE": "1"}
@@ -126,8 +132,7 @@ def resolve(home: Path, hub: str | None, *given: dict) -> list:
         cwd=home,
     )
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("--")]
-    return [json.loads(line) for line in lines]
+    return done.stdout.splitlines()
 
 
 GOOD = [
@@ -169,6 +174,14 @@ def cache_only(home: Path, *files: str) -> Path:
     (repository / "refs").mkdir(exist_ok=True)
     (repository / "refs" / "main").write_text(COMMIT)
     return repository / "snapshots" / COMMIT
+
+
+def test_what_is_downloaded_is_said_and_what_is_cached_is_not_downloaded(tmp_path, hub):
+    cache_only(tmp_path, TEST, TRAIN[0])
+    [line, *_] = printed(tmp_path, hub, {"prompt_data": ["openai/gsm8k"]})
+    lacking = f"{TRAIN[1]}, socratic/train-00000-of-00001.jsonl"
+    assert line == f"--prompt-data: downloading {lacking} of openai/gsm8k from the Hugging Face Hub"
+    assert not printed(tmp_path, hub, {"prompt_data": ["openai/gsm8k"]})[0].startswith("--")
 
 
 @pytest.mark.parametrize("cached", [[TEST], TRAIN[:1], TRAIN[1:]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import nullcontext
 
@@ -85,7 +86,7 @@ def check_algorithm(draft: Draft) -> None:
             "--kl-coef (KL in the rewards) and --kl-loss-coef (KL in the loss) are mutually exclusive: set "
             "one of them to 0"
         )
-    if draft["loss_type"] == "policy_loss":
+    if draft["loss_type"] == "policy_loss" and not draft["debug_rollout_only"]:
         limits = {
             "rollout_top_p": draft["rollout_top_p"] < 1,
             "rollout_top_k": draft["rollout_top_k"] > 0,
@@ -356,7 +357,8 @@ def check_modes(draft: Draft) -> None:
     if draft["eval_interval"] and not draft["eval_datasets"] and not _custom_eval(draft):
         raise ConfigError("--eval-interval needs data: give --eval-prompt-data NAME PATH")
     every, updates = draft["eval_interval"], draft["update_weights_interval"]
-    if every and every % updates and not draft["offload_rollout"]:
+    stale = every and every < (draft["num_rollout"] or math.inf) and every % updates
+    if stale and not draft["offload_rollout"] and not draft["debug_rollout_only"]:
         raise ConfigError(
             f"--eval-interval {every}: engines get new weights every {updates} rollouts "
             "(--update-weights-interval) and would be scored with those of an earlier one: use "
