@@ -115,8 +115,9 @@ def choose_sizes(args: EngineArgs, runner: ModelRunner) -> Sizes:
     if runner.state_shape is not None:
         state_bytes = runner.state_shape.nbytes(runner.dtype)
         max_running, num_saved = count_states(args, budget, state_bytes)
-        # Besides one page of the KV cache and the padding row.
-        _check_states_fit(max_running, int((budget - page_bytes) // state_bytes) - 1)
+        if runner.device.type == "cuda" or args.max_total_tokens is None:
+            # Besides one page of the KV cache and the padding row.
+            _check_states_fit(max_running, int((budget - page_bytes) // state_bytes) - 1)
         budget -= (max_running + 1 + num_saved) * state_bytes
     num_pages = int(budget // page_bytes)
     if args.max_total_tokens is not None:

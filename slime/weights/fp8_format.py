@@ -16,6 +16,7 @@ Strategy = Literal["block", "channel", "tensor"]
 ScaleFormat = Literal["ue8m0"]
 Choice = Callable[[str, int], bool]  # whether the tensor of this name and rank is in FP8
 _MAX_WILDCARDS = 8
+_MAX_PATTERN = 200  # characters
 
 # Never quantized: small, or too sensitive. The router of a MoE layer is called gate or router.
 _KEPT = (
@@ -88,15 +89,16 @@ def _kept_modules(declared: dict[str, Any]) -> Callable[[str], bool]:
 
 def _as_wildcards(pattern: str) -> str:
     """Return a pattern of names, "." and ".*" as wildcards: a regular expression of a stranger may take forever."""
-    text = pattern.removeprefix("^").replace(".*", "*").replace("\\.", "\0").replace(".", "?")
-    open_end = "" if text.endswith("$") else "*"
-    text = text.removesuffix("$").replace("\0", ".") + open_end
-    if not re.fullmatch(r"[\w.?*-]{1,200}", text) or text.count("*") > _MAX_WILDCARDS:
+    open_end = "" if pattern.endswith("$") else "*"
+    body = pattern.removeprefix("^").removesuffix("$")
+    text = body.replace(".*", "*").replace("\\.", "\0").replace(".", "?").replace("\0", ".")
+    known = len(body) <= _MAX_PATTERN and re.fullmatch(r"(?:\.\*|\\\.|[\w.-])+", body)
+    if not known or text.count("*") > _MAX_WILDCARDS:
         raise UserError(
             f"quantization_config of config.json excludes modules by the pattern {pattern[:80]!r}, of which "
             "slime reads names, . and .* only: list the modules by name"
         )
-    return text
+    return text + open_end
 
 
 def format_of(config: dict[str, Any]) -> Fp8Format | None:
@@ -112,15 +114,16 @@ def format_of(config: dict[str, Any]) -> Fp8Format | None:
             )
         return Fp8Format(strategy="tensor")
     if method == "compressed-tensors":
-        weights = [group["weights"] for group in declared["config_groups"].values()]
-        if all(w["type"] == "float" and w["num_bits"] == 8 for w in weights):
+        groups = declared.get("config_groups") or {}
+        weights = [group.get("weights") or {} for group in groups.values()]
+        if weights and all((w.get("type"), w.get("num_bits")) == ("float", 8) for w in weights):
             return _compressed_format(weights)
     return None
 
 
 def _compressed_format(weights: list[dict[str, Any]]) -> Fp8Format | None:
     """Return the layout of compressed-tensors; None for groups of columns or several layouts."""
-    strategies = {group["strategy"] for group in weights}
+    strategies = {group.get("strategy") for group in weights}
     blocks = {tuple(group.get("block_structure") or ()) for group in weights}
     strategy = strategies.pop()
     if strategies or strategy not in get_args(Strategy):

@@ -293,8 +293,7 @@ def test_sizes_follow_from_memory(options: dict, expected: tuple[int, int]):
     assert count_states(args, 1.9e9, 10_000_000) == expected
 
 
-@pytest.mark.parametrize("max_total_tokens", [None, 64])
-def test_too_many_running_requests_for_the_states_are_refused(max_total_tokens: int | None):
+def test_too_many_running_requests_for_the_states_are_refused():
     """2 GiB of a CPU: a row takes a layer's 2 MiB matrices and 3 x 48 KiB of the convolution's inputs."""
     heads = DeltaHeads(num_key=32, num_value=32, key_dim=128, value_dim=128)
     shape = StateShape(layers=(0,), heads=heads, window=3)
@@ -310,11 +309,14 @@ def test_too_many_running_requests_for_the_states_are_refused(max_total_tokens: 
     page = 16 * 2 * (64 + 64) * 4
     fitting = (2**31 - page) // row - 1  # one row is for padding
 
-    def sizes(max_running: int):
-        options = {"max_running_requests": max_running, "max_total_tokens": max_total_tokens}
+    def sizes(max_running: int, **options):
+        options = {"max_running_requests": max_running, **options}
         return choose_sizes(EngineArgs(model_path="m", page_size=16, **options), runner)
 
     found = sizes(fitting)
     assert found.max_running == fitting and found.num_pages >= 1
     with pytest.raises(UserError, match=rf"--max-running-requests {fitting + 1}: .* {fitting} req"):
         sizes(fitting + 1)
+    # On a CPU 2 GiB are a default, not the memory: who sets both sizes gets them.
+    given = sizes(fitting + 1, max_total_tokens=64)
+    assert (given.max_running, given.num_pages) == (fitting + 1, 4)

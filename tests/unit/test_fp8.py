@@ -28,6 +28,7 @@ from slime.weights.fp8_format import (
     format_of,
     is_quantized,
     quantized_in,
+    refuse_unreadable,
 )
 from slime.weights.sglang_checksums import ModelFacts
 from slime.weights.sync import WeightSync
@@ -319,8 +320,8 @@ def test_patterns_of_config_json_exclude_what_re_match_finds(tmp_path, pattern):
         )
 
 
-@pytest.mark.parametrize("pattern", ["(a+)+$", "[a-z]*x", "a|b", "(?!x)", ".*a" * 9, "a" * 300])
-def test_patterns_that_could_take_forever_are_refused(tmp_path, pattern):
+@pytest.mark.parametrize("pattern", ["(a+)+$", "[a-z]*x", "a|b", "(?!x)", ".*a" * 9, "a" * 300, "as?$", "a*b"])  # fmt: skip
+def test_patterns_that_could_take_forever_or_be_misread_are_refused(tmp_path, pattern):
     config = {"quantization_config": {"quant_method": "fp8", "ignore": [f"re:{pattern}"]}}
     with pytest.raises(UserError, match="list the modules by name"):
         quantized_in(tmp_path, config, SMALL)("a" * 60 + "b.weight", 2)
@@ -375,3 +376,10 @@ def test_scales_that_are_not_read_are_named(model):
     for read in (lambda: load_causal_lm(str(model)), lambda: HfReader(model)):
         with pytest.raises(UserError, match=r"FP8 .*float-quantized of .*, scales per group"):
             read()
+
+
+@pytest.mark.parametrize("groups", [None, {}, {"group_0": {"weights": None}}])
+def test_compressed_tensors_without_a_layout_are_refused_by_name(tmp_path, groups):
+    declared = {"quant_method": "compressed-tensors", "config_groups": groups}
+    with pytest.raises(UserError, match=r"compressed-tensors.* which slime does not read"):
+        refuse_unreadable(tmp_path, {"quantization_config": declared})

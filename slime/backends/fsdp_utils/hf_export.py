@@ -192,7 +192,7 @@ def _unmodeled_tensors(
                 if name not in tied and any(re.search(pattern, name) for pattern in patterns)
             ]
             held = [(name, file.get_tensor(name)) for name in names]
-        if fp8 is not None:
+        if fp8 is not None and held:
             held = list(dequantized(held, Path(source), fp8, dtype))
         if held:
             yield held

@@ -225,7 +225,7 @@ def fp8_state_to_load(
     if len(found) < len(state) or not found:
         logger.warning(
             "FP8: the checkpoint has no scales for %s of this model's modules (another recipe or "
-            "--fp8-amax-history-len); they start from zero",
+            "--fp8-amax-history-len); they start at their initial values",
             "some" if found else "any",
         )
     return found

@@ -3,7 +3,7 @@
 Linears that share an input and run as one matmul (query, key, value; gate, up) share one buffer. For n of
 them, rank R and S slots::
 
-    a  [S, n * R, in]      rows p * R .. p * R + r are lora_A of linear p; on a GPU below the base's weight
+    a  [S, n * R, in]      rows p * R .. p * R + r are lora_A of linear p (see `rows_below`)
     b  [S, out, R]         rows of linear p are its lora_B, in the first r columns
 
 The sizes never change, so one CUDA graph serves every adapter; unused rows and columns are zero.

@@ -18,7 +18,8 @@ _ALIGNED = 16  # rows; aligns the output rows for fast cuBLAS kernels
 class Projection:
     """Linears that share an input, and their adapters.
 
-    With adapters on a GPU the rows of A follow those of the weight in memory, so that one matmul computes both.
+    On a GPU the rows of A may follow those of the weight in memory (`LoraBank.rows_below`), so that one matmul
+    computes both.
     `split_k`: the output may be split-K partial sums.
     """
 
