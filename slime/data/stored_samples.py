@@ -11,6 +11,7 @@ import json
 import logging
 import pickle
 import shutil
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -194,11 +195,17 @@ def _as_json(value: Any, where: str) -> Any:
         logger.warning("%s contains a %s, which is stored as text", where, type(part).__name__)
         return repr(part)
 
+    def as_plain(part: Any) -> Any:
+        return part.tolist() if isinstance(part, np.ndarray | np.generic) else as_text(part)
+
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-    try:
+    with suppress(TypeError):  # integers above 64 bits, lone surrogates, cycles
         return orjson.loads(orjson.dumps(value, default=as_text, option=options))
-    except TypeError:  # integers above 64 bits, lone surrogates, cycles
-        return as_text(value)
+    with suppress(TypeError, ValueError, RecursionError):  # cycles, keys of other types
+        return json.loads(json.dumps(value, default=as_plain))
+    if isinstance(value, dict):  # readers of metadata rely on its type
+        return {str(key): part if _is_json(part) else as_text(part) for key, part in value.items()}
+    return as_text(value)
 
 
 def _encode(sample: Sample) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class RunFacts:
     save: str | None
     load: str | None
     ckpt_step: int | None = None
+    start_rollout_id: int | None = None
 
 
 class RunMonitor:
@@ -86,7 +87,7 @@ def exit_reason(facts: RunFacts, first: RayProcess | None) -> str:
     `first` is the process of the run's own Ray that died before the driver.
     """
     driver = f"the driver (pid {facts.pid} on {facts.host})"
-    advice = how_to_continue(facts.save, facts.load, facts.ckpt_step)
+    advice = how_to_continue(facts.save, facts.load, facts.ckpt_step, facts.start_rollout_id)
     if first is not None:
         return f"{died(first)}, and {driver} with it.\n{advice}"
     if facts.own_ray:

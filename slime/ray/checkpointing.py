@@ -119,7 +119,8 @@ class Checkpointer:
 
     def how_to_continue(self) -> str:
         """Return what to type to resume the run."""
-        return how_to_continue(self.args.save, self.args.load, self.args.ckpt_step)
+        args = self.args
+        return how_to_continue(args.save, args.load, args.ckpt_step, args.start_rollout_id)
 
     def _begin_critic(self, rollout_id: int, path: Path) -> str:
         if self._critic_folder:

@@ -103,6 +103,7 @@ def run_facts(args: Args) -> RunFacts:
         save=args.save,
         load=args.load,
         ckpt_step=args.ckpt_step,
+        start_rollout_id=args.start_rollout_id,
     )
 
 

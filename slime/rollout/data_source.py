@@ -8,6 +8,7 @@ contains everything that training on the rollouts up to `rollout_id` has not con
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterable
 from functools import cached_property
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
-import orjson
 
 from slime.config.datasets import dataset_names
 from slime.config.flags.rollout import OPD_REWARD
@@ -155,7 +155,7 @@ class RolloutDataSource:
         path = _state_path(self.args.save, rollout_id)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(orjson.dumps(self.state_dict(rollout_id)))
+        temporary.write_text(json.dumps(self.state_dict(rollout_id)))
         temporary.replace(path)
 
     def load(self, rollout_id: int | None = None) -> None:
@@ -166,7 +166,7 @@ class RolloutDataSource:
         if not path.exists():
             logger.warning("%s does not exist: the data starts from the beginning", path)
             return
-        self.load_state_dict(orjson.loads(path.read_bytes()))
+        self.load_state_dict(json.loads(path.read_text()))
 
     def _take_buffered(self, num_samples: int) -> list[Group]:
         return pop_first(self.args, self._rollout_id, self.buffer, num_samples)

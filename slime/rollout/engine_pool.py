@@ -141,6 +141,7 @@ class EnginePool:
                 if call not in self._lost:
                     raise
                 self._lost.discard(call)
+                failed_at = None if failed_at is None else time.monotonic()  # it worked until now
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError, HttpStatusError) as error:
                 if not is_temporary(error):
                     raise EngineRefusedError(_with_advice(str(error))) from error

@@ -294,7 +294,7 @@ def _is_library(file: str) -> bool:
 
 @dataclass(kw_only=True)
 class _LoopState:
-    slots: dict[int, asyncio.Semaphore] = field(default_factory=dict)  # by number of calls
+    slots: dict[tuple[str, int], asyncio.Semaphore] = field(default_factory=dict)
     queues: dict[str, HookQueue] = field(default_factory=dict)
 
 
@@ -308,9 +308,6 @@ def _loop_state() -> _LoopState:
     return _by_loop.setdefault(asyncio.get_running_loop(), _LoopState())
 
 
-def call_slots(count: int) -> asyncio.Semaphore:
-    """Return the semaphore that lets `count` calls of this event loop run at a time."""
-    slots = _loop_state().slots
-    if count not in slots:
-        slots[count] = asyncio.Semaphore(count)
-    return slots[count]
+def call_slots(count: int, kind: str = "thread") -> asyncio.Semaphore:
+    """Return the semaphore that lets `count` calls of a kind run at a time in this event loop."""
+    return _loop_state().slots.setdefault((kind, count), asyncio.Semaphore(count))

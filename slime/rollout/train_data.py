@@ -51,7 +51,7 @@ def samples_to_batch(args: Args, samples: list[Sample]) -> RolloutBatch:
         "trajectory_ids": [_trajectory_id(s) for s in rows],
         "rollout_log_probs": _column(rows, "rollout_log_probs"),
         "teacher_log_probs": _column(rows, "teacher_log_probs"),
-        "routed_experts": _routed_experts(args, rows),
+        "routed_experts": _routed_experts(args, rows, [s.tokens for s in rows]),
         "metadata": [s.train_metadata for s in rows],
         **image_columns(args, rows),
     }
@@ -105,21 +105,34 @@ def as_row(sample: Sample) -> Sample:
     return row
 
 
-def _routed_experts(args: Args, samples: list[Sample]) -> list[np.ndarray] | None:
-    """Return [tokens, layers, experts per token] of each sample; -1 where the engine did not report any."""
+def _routed_experts(
+    args: Args, samples: list[Sample], rows: list[list[int]]
+) -> list[np.ndarray] | None:
+    """Return [tokens, layers, experts per token] of each row; -1 where the engine did not report any.
+
+    A sample without a trained token (failed, or its prompt filled the context) needs no experts.
+    """
     if not args.use_rollout_routing_replay:
         return None
+    flag = "--use-rollout-routing-replay"
+    reported = [sample.rollout_routed_experts for sample in samples]
+    shape = next((experts.shape[1:] for experts in reported if experts is not None), (1, 1))
     columns = []
-    for sample in samples:
-        experts = sample.rollout_routed_experts
-        if experts is None:
+    for sample, experts, row in zip(samples, reported, rows, strict=True):
+        if experts is None and any(_loss_mask(sample)):
             raise UserError(
-                f"--use-rollout-routing-replay: sample {sample.index} has no routed experts of "
+                f"{flag}: sample {sample.index} has no routed experts of "
                 "the engine; a generate function of your own must set sample.rollout_routed_experts"
             )
-        column = np.full((len(sample.tokens), *experts.shape[1:]), -1, np.int16)
-        known = min(len(experts), len(column))
-        column[:known] = experts[:known]
+        column = np.full((len(row), *shape), -1, np.int16)
+        if experts is not None:
+            known = min(len(experts), len(row))
+            if list(row[:known]) != sample.tokens[:known]:
+                raise UserError(
+                    f"{flag}: --custom-convert-samples-to-train-data-path returned other tokens for sample "
+                    f"{sample.index} than it has; it may shorten or extend a row at its end only"
+                )
+            column[:known] = experts[:known]
         columns.append(column)
     return columns
 
@@ -217,7 +230,7 @@ def _convert_by_hook(args: Args, samples: list[Sample]) -> RolloutBatch:
         "rollout_log_probs": data.get("rollout_log_probs"),
         "teacher_log_probs": data.get("teacher_log_probs"),
         "metadata": data.get("metadata"),
-        "routed_experts": _routed_experts(args, rows),
+        "routed_experts": _routed_experts(args, rows, data["tokens"]),
         **image_columns(args, rows),
     }
     return RolloutBatch(**columns)

@@ -311,7 +311,12 @@ def _checksum(fields: dict[str, object]) -> str:
     return f"{zlib.crc32(json.dumps(fields, sort_keys=True).encode()):08x}"
 
 
-def how_to_continue(save: str | None, load: str | None, step: int | None = None) -> str:
+def how_to_continue(
+    save: str | None,
+    load: str | None,
+    ckpt_step: int | None = None,
+    start_rollout_id: int | None = None,
+) -> str:
     """Return what to type after a run with these flags was interrupted."""
     if save is None:
         return "Nothing was saved (--save was not given): the same command starts over."
@@ -319,11 +324,17 @@ def how_to_continue(save: str | None, load: str | None, step: int | None = None)
     if not good:
         return "Nothing had been saved yet: the same command starts over."
     where = f"The checkpoint after rollout {good[-1]} is in {save}"
-    if load == save and step not in (None, good[-1]):
-        return (
-            f"{where}: without --ckpt-step the same command continues from it; with it, it starts "
-            f"again after rollout {step}."
-        )
-    if load == save:
+    flag, step = "--ckpt-step", ckpt_step
+    if start_rollout_id is not None:
+        flag, step = "--start-rollout-id", start_rollout_id - 1
+    if step in (None, good[-1]):
+        flag = ""
+    if load != save:
+        without = f", without {flag}" if flag else ""
+        return f"{where}: continue with the same command and --load {save}{without}"
+    if not flag:
         return f"{where}: the same command continues from it."
-    return f"{where}: continue with the same command and --load {save}"
+    return (
+        f"{where}: without {flag} the same command continues from it; with it, it starts "
+        f"again after rollout {step}."
+    )

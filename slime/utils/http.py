@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import json
 import threading
 import time
 import weakref
@@ -105,7 +106,7 @@ async def post_once(
     """
     async with session().post(
         url,
-        data=orjson.dumps(payload),
+        data=_as_json(payload),
         headers={"Content-Type": "application/json", **key_headers(url), **(headers or {})},
         timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10),
     ) as response:
@@ -115,23 +116,35 @@ async def post_once(
         return _parse(url, body) if body else None
 
 
+def _as_json(payload: Any) -> bytes:
+    try:
+        return orjson.dumps(payload)
+    except TypeError:  # integers above 64 bits
+        return json.dumps(payload).encode()
+
+
 async def post(
     url: str,
     payload: Any,
     *,
     deadline_s: float = 300.0,
     headers: dict[str, str] | None = None,
+    slots: asyncio.Semaphore | None = None,
 ) -> Any:
     """POST JSON, retrying with exponential backoff (0.25 s to 15 s) until `deadline_s` has passed.
 
-    A refused request (4xx except 408 and 429) is not retried.
+    A refused request (4xx except 408 and 429) is not retried. Each attempt takes one of `slots`; waiting
+    for it is not part of the deadline.
     """
     end = time.monotonic() + deadline_s
     wait_s = 0.25
     while True:
-        left_s = end - time.monotonic()
+        asked = time.monotonic()
         try:
-            return await post_once(url, payload, timeout_s=max(left_s, 0.1), headers=headers)
+            async with slots or contextlib.nullcontext():
+                end += (begun := time.monotonic()) - asked
+                timeout_s = max(end - begun, 0.1)
+                return await post_once(url, payload, timeout_s=timeout_s, headers=headers)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, HttpStatusError) as error:
             if time.monotonic() + wait_s > end and isinstance(error, asyncio.TimeoutError):
                 raise TimeoutError(f"{url} gave no answer in {deadline_s:.0f} s") from error

@@ -139,3 +139,29 @@ def test_time_in_which_an_engine_worked_is_no_part_of_the_deadline():
     with FakeEngine(lambda request: replies[min(request.number, 2)]) as engine:
         reply = run(EnginePool([engine.url], deadline_s=1.2).generate(PAYLOAD))
         assert reply["text"] == "ok" and len(engine.requests) == 3
+
+
+def test_time_in_which_a_removed_engine_worked_is_no_part_of_the_deadline():
+    """Lost at once, then at work on an engine that is removed, then lost again before it is answered."""
+
+    async def scenario(first: FakeEngine, second: FakeEngine) -> dict:
+        pool = EnginePool([first.url], deadline_s=1.2)
+        task = asyncio.create_task(pool.generate(PAYLOAD))
+        while not first.requests:
+            await asyncio.sleep(0.01)
+        pool.set_urls([second.url])
+        while not second.in_flight:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.5)
+        pool.set_urls([first.url])
+        return await task
+
+    replies = [Reply(drop=True), Reply(drop=True), Reply()]
+    never = threading.Event()
+    with (
+        FakeEngine(lambda request: replies[min(request.number, 2)]) as first,
+        FakeEngine(lambda request: Reply(until=never.is_set)) as second,
+    ):
+        assert run(scenario(first, second))["text"] == "ok"
+        assert len(first.requests) == 3
+        never.set()

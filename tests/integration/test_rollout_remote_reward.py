@@ -13,7 +13,7 @@ from slime.core.types import Sample, Status
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.rm_hub.simple_rewards import REMOTE_CALLS, ask_service
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils.http import run
+from slime.utils.http import post, run
 from tests.fake_service import SILENCE, FakeService
 from tests.prompts import flat, rollout_args
 
@@ -119,3 +119,19 @@ def test_one_bad_answer_fails_one_sample(tmp_path, fake_engines):
         output = rollout(tmp_path, service.url)
     assert sorted(s.reward for s in flat(output)) == [0.0, 1.5, 1.5, 1.5]
     assert output.metrics["rollout/failed"] == 1 and output.metrics["rollout/reward_mean"] == 1.5
+
+
+def test_a_request_that_waits_for_its_next_attempt_holds_no_slot():
+    async def both() -> list[object]:
+        slots = asyncio.Semaphore(1)
+        return await asyncio.gather(*(post(service.url, name, slots=slots) for name in "ab"))
+
+    with FakeService([500, 200], 1.0) as service:
+        assert run(both()) == [1.0, 1.0]
+    assert service.bodies == ["a", "b", "a"]
+
+
+def test_labels_above_64_bits_are_sent_as_they_are():
+    with FakeService([200], 1.0) as service:
+        assert run(ask_service(Sample(prompt="p", response="r", label=1 << 70), service.url)) == 1.0
+    assert service.bodies[0]["label"] == 1 << 70

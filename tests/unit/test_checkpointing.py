@@ -45,7 +45,7 @@ class Rollout:
 
 
 def checkpointer(tmp_path: Path, **overrides) -> Checkpointer:
-    return Checkpointer(make_args(save=str(tmp_path), load=str(tmp_path), **overrides))
+    return Checkpointer(make_args(**{"save": str(tmp_path), "load": str(tmp_path), **overrides}))
 
 
 def test_a_run_starts_behind_its_last_checkpoint(tmp_path):
@@ -124,6 +124,11 @@ def test_a_rewound_run_says_that_its_command_would_rewind_again(tmp_path):
     assert "after rollout 14" in advice and "without --ckpt-step" in advice
     assert "starts again after rollout 9" in advice
     assert "the same command continues from it." in checkpointer(tmp_path).how_to_continue()
+    numbered = checkpointer(tmp_path, start_rollout_id=3).how_to_continue()
+    assert "without --start-rollout-id the same command continues" in numbered
+    assert "starts again after rollout 2" in numbered
+    elsewhere = checkpointer(tmp_path, load=None, start_rollout_id=3).how_to_continue()
+    assert elsewhere.endswith(f"--load {tmp_path}, without --start-rollout-id")
 
 
 def test_a_run_that_returns_to_an_abandoned_checkpoint_continues_its_branch(tmp_path):

@@ -148,5 +148,10 @@ def test_odd_text_never_raises_and_takes_no_time(response):
 
 def test_choices_without_letters_are_refused():
     metadata = {"choices": {"1": "red", "2": "blue"}}
-    with pytest.raises(UserError, match="choices are named by something else than letters"):
+    with pytest.raises(ValueError, match="choices are named by something else than letters"):
         gpqa.grade("The answer is 2.", "2", metadata)
+
+
+@pytest.mark.parametrize("choices", [[], {}, None])
+def test_without_choices_the_letters_are_those_of_the_default(choices):
+    assert gpqa.grade("The answer is B.", "B", {"choices": choices}) == 1.0

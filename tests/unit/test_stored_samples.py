@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 from slime.core.errors import ConfigError
 from slime.core.types import Sample, Status
-from slime.data.stored_samples import load_debug_samples, save_debug_samples, save_train_data
+from slime.data.stored_samples import (
+    decode_groups,
+    encode_groups,
+    load_debug_samples,
+    save_debug_samples,
+    save_train_data,
+)
 from tests.batches import random_batch
 
 
@@ -47,6 +55,22 @@ def test_rows_of_a_rank_keep_the_keys_of_earlier_files(tmp_path):
 @pytest.mark.parametrize("odd", [1 << 70, "lone \ud800 surrogate"])
 def test_what_json_cannot_hold_is_stored_as_text(tmp_path, odd):
     path = str(tmp_path / "{rollout_id}.pt")
-    save_debug_samples(path, 0, [Sample(group_index=0, index=0, metadata={"odd": {odd, "x"}})])
+    metadata = {"odd": {odd}, "row": np.arange(2), "big": [1 << 70]}
+    save_debug_samples(path, 0, [Sample(group_index=0, index=0, metadata=metadata)])
     ((back,),) = load_debug_samples(path, 0)
-    assert isinstance(back.metadata, dict | str) and "odd" in str(back.metadata)
+    assert back.metadata == {"odd": repr({odd}), "row": [0, 1], "big": [1 << 70]}
+
+
+def test_metadata_that_contains_itself_stays_a_dictionary(tmp_path):
+    path = str(tmp_path / "{rollout_id}.pt")
+    metadata: dict[str, object] = {"kept": 1}
+    metadata["cycle"] = metadata
+    save_debug_samples(path, 0, [Sample(group_index=0, index=0, metadata=metadata)])
+    ((back,),) = load_debug_samples(path, 0)
+    assert back.metadata["kept"] == 1 and isinstance(back.metadata["cycle"], str)
+
+
+def test_groups_keep_integers_above_64_bits():
+    group = [Sample(group_index=0, index=0, label=1 << 70, metadata={"answer": -(1 << 70)})]
+    ((back,),) = decode_groups(json.loads(json.dumps(encode_groups([group]))))
+    assert (back.label, back.metadata) == (1 << 70, {"answer": -(1 << 70)})

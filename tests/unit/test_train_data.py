@@ -281,3 +281,58 @@ def test_rows_of_a_converting_hook_have_the_routing_of_their_samples():
     batch = samples_to_batch(args, made)
     assert batch.routed_experts is not None
     assert [int(row.max()) for row in batch.routed_experts] == [2, 1]
+
+
+def test_a_sample_without_trained_tokens_needs_no_routing():
+    """A failed one, and one whose prompt filled the context; the others keep theirs."""
+    args = make_args().replace(use_rollout_routing_replay=True)
+    known = np.ones((4, 2, 3), np.int16)
+    failed = sample(1, 0, 0.0, 0, tokens=[5, 6], status=Status.FAILED, rollout_log_probs=None)
+    full = sample(2, 0, 0.0, 0, tokens=[5, 6, 7], status=Status.TRUNCATED, rollout_log_probs=None)
+    samples = [failed, sample(0, 0, 1.0, rollout_routed_experts=known), full]
+    batch = samples_to_batch(args, samples)
+    first, second, third = batch.routed_experts
+    assert [len(row) for row in batch.routed_experts] == [len(row) for row in batch.tokens]
+    assert (first == -1).all() and (third == -1).all() and first.shape[1:] == (2, 3)
+    assert second.shape == (5, 2, 3) and (second[:4] == 1).all()
+    with pytest.raises(UserError, match="sample 3 has no routed experts"):
+        samples_to_batch(args, [*samples, sample(3, 0, 1.0)])
+
+
+@pytest.mark.parametrize("hook", ["shortened", "other_tokens"])
+def test_a_converting_hook_may_change_the_end_of_replayed_rows_only(hook):
+    args = make_args(
+        custom_convert_samples_to_train_data_path=f"{__name__}.{hook}",
+        train_backend="megatron",
+        use_rollout_routing_replay=True,
+    )
+    made = [sample(0, 0, 1.0, rollout_routed_experts=np.ones((4, 2, 1), np.int16))]
+    if hook == "other_tokens":
+        with pytest.raises(
+            UserError, match=r"--custom-convert.* returned other tokens for sample 0"
+        ):
+            samples_to_batch(args, made)
+        return
+    (experts,) = samples_to_batch(args, made).routed_experts
+    np.testing.assert_array_equal(experts, np.ones((4, 2, 1)))
+
+
+def shortened(args, samples: list[Sample]) -> dict:
+    return _converted(samples, [s.tokens[:-1] for s in samples])
+
+
+def other_tokens(args, samples: list[Sample]) -> dict:
+    return _converted(samples, [s.tokens[1:] for s in samples])
+
+
+def _converted(samples: list[Sample], tokens: list[list[int]]) -> dict:
+    return {
+        "tokens": tokens,
+        "response_lengths": [2 for _ in samples],
+        "rewards": [1.0 for _ in samples],
+        "raw_reward": [1.0 for _ in samples],
+        "truncated": [0 for _ in samples],
+        "sample_indices": [s.index for s in samples],
+        "loss_masks": [[1, 1] for _ in samples],
+        "rollout_log_probs": [[-0.5, -0.5] for _ in samples],
+    }

@@ -11,7 +11,6 @@ import string
 from functools import partial
 from typing import Any
 
-from slime.core.errors import UserError
 from slime.core.types import Sample
 from slime.rollout.base_types import RewardArgs
 from slime.rollout.hook_calls import in_thread
@@ -38,7 +37,7 @@ async def strict_reward(args: RewardArgs, sample: Sample) -> float:
 def grade(response: str, label: object, metadata: dict[str, Any], *, strict: bool = False) -> float:
     valid = _valid_letters(metadata)
     if not valid:
-        raise UserError(
+        raise ValueError(
             "--rm-type gpqa: a row's choices are named by something else than letters: give `choices` as a "
             "list of texts or a dictionary with keys A, B, ..."
         )
@@ -159,7 +158,7 @@ def _valid_letters(metadata: dict[str, Any]) -> str:
         letters = [str(letter).strip().upper()[:1] for letter in given]
         return "".join(letter for letter in letters if letter in string.ascii_uppercase and letter)
     choices = metadata.get("choices")
-    if isinstance(choices, dict):
+    if choices and isinstance(choices, dict):
         return "".join(_choices(metadata, ""))
     return string.ascii_uppercase[: len(choices)] if choices else _DEFAULT
 

@@ -48,8 +48,8 @@ async def ask_service(
     if not url:
         raise ConfigError("--rm-type remote_rm needs the address of the service: --rm-url")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
-    async with call_slots(REMOTE_CALLS):
-        return await post(url, payload, deadline_s=deadline_s)
+    slots = call_slots(REMOTE_CALLS, "remote_rm")
+    return await post(url, payload, deadline_s=deadline_s, slots=slots)
 
 
 async def f1(args: RewardArgs, sample: Sample) -> float:

@@ -122,7 +122,7 @@ def equal_groups(e: Evidence) -> Finding | None:
         top = float(recent["high"][np.isfinite(recent["high"])].max(initial=-np.inf))
         best = equal["mean"] >= top
         text += f" ({best.sum()} at the highest reward, {score(top)}; {(~best).sum()} below it)"
-    text += ". Their advantages are 0, so they add no gradient."
+    text += ". Their advantages are 0, so their rewards add no gradient."
     if level != "fine" and best.mean() > 0.5:
         level = "notice"  # these prompts are solved
         text += " Most prompts are solved: harder ones would teach more."
