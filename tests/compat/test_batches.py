@@ -45,7 +45,7 @@ def test_columns_that_a_hook_sets():
         data["advantages"] = [torch.full((n,), float(n), dtype=torch.bfloat16) for n in lens]
         data["returns"] = tuple(torch.zeros(n, requires_grad=True) for n in lens)
         data["rewards"] = [1, 2, 3]
-        with pytest.raises(KeyError, match="takes no 'my_column'"):
+        with pytest.raises(KeyError, match="has no column 'my_column'"):
             data["my_column"] = [1, 2, 3]
 
     call(hook, batch)

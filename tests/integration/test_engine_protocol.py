@@ -323,7 +323,7 @@ def test_memory_is_released_and_comes_back(server: EngineServer, checkpoint: Pat
     before = generate(server, input_ids=[4, 2], sampling_params=GREEDY)["output_ids"]
     server.post("/flush_cache")
     assert server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}) is None
-    with pytest.raises(HttpError, match="weights are released"):
+    with pytest.raises(HttpError, match="memory of weights is released"):
         server.post("/update_weights_from_disk", {"model_path": "/nowhere"})
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(generate, server, input_ids=[4, 2], sampling_params=GREEDY)

@@ -193,8 +193,8 @@ def test_images_and_tokens_that_do_not_match(model: Path, server: EngineServer):
         assert "image tokens" in refused(server, input_ids=wrong, image_data=data)
     at = ids.index(IMAGE)
     apart = [*ids[: at + 2], 7, *ids[at + 2 :]]
-    assert "side by side" in refused(server, input_ids=apart, image_data=data)
-    assert "its 2 images have 16" in refused(server, input_ids=ids, image_data=[data, data])
+    assert "not contiguous" in refused(server, input_ids=apart, image_data=data)
+    assert "its 2 images need 16" in refused(server, input_ids=ids, image_data=[data, data])
     assert "its 0 images" in refused(server, input_ids=ids)
     assert "0 places for images and 1" in refused(server, text="a", image_data=data)
     assert "2 places for images and 1" in refused(server, text=f"{PLACE}{PLACE}", image_data=data)

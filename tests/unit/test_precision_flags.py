@@ -98,7 +98,7 @@ def test_fused_adam_is_for_bf16_and_needs_transformer_engine(megatron, te, monke
         ({"fp8_recipe": "blockwise"}, "--fp8-recipe has no effect without FP8"),
         ({"fp8_amax_history_len": 16}, "add --fp8-format hybrid"),
         ({"fp8_format": "hybrid", "fp8_recipe": "custom"}, "use delayed, tensorwise, blockwise"),
-        ({"fp8_format": "hybrid", "fp8_param_gather": True}, "saved and put to sleep as bf16"),
+        ({"fp8_format": "hybrid", "fp8_param_gather": True}, "saved and offloaded as bf16"),
         ({"fp8_format": "hybrid", "fp8_dot_product_attention": True}, "attention is computed in"),
         ({"fp8_format": "hybrid", "fp8_interval": 2}, "ignores it"),
         ({"fp4_format": "e2m1"}, "padded for the FP8 recipes"),
