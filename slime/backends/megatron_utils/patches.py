@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing as mp
 import os
-import secrets
-import threading
-import time
-from multiprocessing.managers import SyncManager
+import pickle
+from io import BytesIO
 from pathlib import Path
-from queue import Queue
+from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 from slime.backends.checkpoint_reader import DataReader, load_object
 
 if TYPE_CHECKING:
-    from io import BytesIO
-
     import torch
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.planner import ReadItem
@@ -41,10 +36,9 @@ def patch_megatron() -> None:
 
 
 def patch_checkpoints() -> None:
-    """Make megatron-core read checkpoints without unpickling and clean up after its writers.
+    """Make megatron-core read checkpoints without unpickling, and collect results of writers without a process.
 
-    Unpatched, it unpickles `.metadata` and stored objects, and the process that holds the results
-    of its writers outlives a rank that is killed.
+    Unpatched, it unpickles `.metadata` and stored objects.
     """
     from megatron.core.dist_checkpointing.strategies import common, filesystem_async, torch
 
@@ -154,20 +148,33 @@ def _patch_buckets() -> None:
 
 
 @functools.cache
-def _results_queue() -> Queue:
-    # Use an abstract socket: one with a path leaves its folder in TMPDIR if the rank is killed.
-    address = f"\0slime-checkpoint-{os.getpid()}-{secrets.token_hex(8)}"
-    manager = SyncManager(address, ctx=mp.get_context("spawn"))
-    manager.start(initializer=_exit_with, initargs=(os.getpid(),))
-    return manager.Queue()
+def _results_queue() -> _Results:
+    return _Results()
 
 
-def _exit_with(parent: int) -> None:
-    """Exit after `parent`, by polling: PR_SET_PDEATHSIG fires when the starting thread ends."""
+class _Results:
+    """Queue of what forked writers return, in memory that they share with the rank.
 
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(0)
+    megatron-core's is a process of its own, which imports torch and outlives a rank that is killed.
+    """
 
-    threading.Thread(target=watch, daemon=True).start()
+    def __init__(self) -> None:
+        self._file = os.memfd_create("slime-checkpoint")
+        self._read = 0  # bytes
+
+    def put(self, result: object) -> None:
+        os.pwrite(self._file, pickle.dumps(result), os.fstat(self._file).st_size)
+
+    def get_nowait(self) -> Any:
+        size = os.fstat(self._file).st_size
+        stored = BytesIO(os.pread(self._file, size - self._read, self._read))
+        self._read = size
+        try:
+            result = pickle.load(stored)
+        except (EOFError, pickle.UnpicklingError):  # none, or a writer was killed
+            raise Empty from None
+        self._read -= len(stored.read())
+        if self._read == size:
+            os.ftruncate(self._file, 0)
+            self._read = 0
+        return result
