@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -260,8 +261,9 @@ def test_a_killed_worker_is_said_and_leaves_nothing(converted, tmp_path: Path) -
     )
     workers: list[psutil.Process] = []
     while not workers and tool.poll() is None:
-        children = psutil.Process(tool.pid).children()
-        workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        servers = psutil.Process(tool.pid).children()
+        workers = [worker for server in servers for worker in server.children()]
+        time.sleep(0.01)
     workers[0].kill()
     _, said = tool.communicate(timeout=120)
     assert tool.returncode == 1 and "a worker process ended with status -9" in said, said

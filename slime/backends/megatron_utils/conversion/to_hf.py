@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import torch
@@ -229,7 +229,7 @@ def _write_files(conversion: Conversion, folder: Path, max_workers: int) -> Iter
         yield from (conversion.write(number, folder) for number in numbers)
         return
     threads = max(1, (os.cpu_count() or 1) // workers)
-    started: list[tuple[SpawnProcess, Connection]] = []
+    started: list[tuple[ForkServerProcess, Connection]] = []
     try:
         for first in range(workers):
             share = list(numbers[first::workers])
@@ -244,8 +244,9 @@ def _write_files(conversion: Conversion, folder: Path, max_workers: int) -> Iter
 
 def _start_worker(
     plan: Plan, folder: Path, numbers: list[int], threads: int
-) -> tuple[SpawnProcess, Connection]:
-    context = get_context("spawn")
+) -> tuple[ForkServerProcess, Connection]:
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imports megatron-core once for all workers
     receiver, sender = context.Pipe(duplex=False)
     arguments = (plan, folder, numbers, threads, sender)
     process = context.Process(target=_write_in_worker, args=arguments, daemon=True)
@@ -267,7 +268,7 @@ def _write_in_worker(
         sender.send(error)
 
 
-def _received(process: SpawnProcess, receiver: Connection) -> WeightFile:
+def _received(process: ForkServerProcess, receiver: Connection) -> WeightFile:
     try:
         result = receiver.recv()
     except EOFError:
