@@ -125,7 +125,7 @@ def _compressed_format(weights: list[dict[str, Any]]) -> Fp8Format | None:
     """Return the layout of compressed-tensors; None for groups of columns or several layouts."""
     strategies = {group.get("strategy") for group in weights}
     blocks = {tuple(group.get("block_structure") or ()) for group in weights}
-    strategy = strategies.pop()
+    strategy: Any = strategies.pop()
     if strategies or strategy not in get_args(Strategy):
         return None
     if strategy != "block":

@@ -15,8 +15,8 @@ BATCHES = [
     ),
     Wrong(
         what="an evaluation of weights that the engines do not have yet",
-        flags="--no-offload-rollout --update-weights-interval 2 --eval-interval 5 --eval-prompt-data held reasoning-gym:leg_counting",
-        right="--no-offload-rollout --update-weights-interval 2 --eval-interval 6 --eval-prompt-data held reasoning-gym:leg_counting",
+        flags="--num-rollout 20 --no-offload-rollout --update-weights-interval 2 --eval-interval 5 --eval-prompt-data held reasoning-gym:leg_counting",
+        right="--num-rollout 20 --no-offload-rollout --update-weights-interval 2 --eval-interval 6 --eval-prompt-data held reasoning-gym:leg_counting",
     ),
     Wrong(
         what="a context without room for a response",
