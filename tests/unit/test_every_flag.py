@@ -41,11 +41,9 @@ FAMILY = {
     family: [flag for flag in all_flags().values() if flag.family == family]
     for family in ("slime", "megatron", "sglang", "router")
 }
-REFUSED = {name: reason.why for reason in megatron_support.REFUSED for name in reason.flags}
+REFUSED = megatron_support.REFUSED
 NEEDS_TE = megatron_support.NEEDS_TE
-MEGATRON_HARMLESS = {
-    name: reason.why for reason in megatron_support.HARMLESS for name in reason.flags
-}
+MEGATRON_HARMLESS = megatron_support.HARMLESS
 
 
 def by_name(flag: Flag) -> str:
