@@ -117,9 +117,8 @@ class EnginePool:
         if self._adapter is not None:
             payload = {"lora_path": self._adapter, **payload}
         failed_at: float | None = None
-        failing_s = (
-            0.0  # without an engine that works on it; long attempts that fail at last do not count
-        )
+        # Without an engine that works on it: long attempts count only if they are retries that time out.
+        failing_s = 0.0
         while True:
             url = await self._acquire(session_id)
             begun = time.monotonic()
@@ -146,8 +145,9 @@ class EnginePool:
                 if not is_temporary(error):
                     raise EngineRefusedError(_with_advice(str(error))) from error
                 self._back_off(url, error)
+                if failed_at is not None and isinstance(error, asyncio.TimeoutError):
+                    failing_s += time.monotonic() - begun
                 failed_at = time.monotonic()
-                failing_s += failed_at - begun if isinstance(error, asyncio.TimeoutError) else 0.0
                 self._raise_after_deadline(failing_s, url, error)
             finally:
                 del self._calls[call]
@@ -252,13 +252,13 @@ class EnginePool:
         length = min(max(2 * length, _BACKOFF_S[0]), _BACKOFF_S[1])
         self._backoff[url] = (now + length, length)
         asyncio.get_running_loop().call_later(length, lambda: self._wake(len(self._waiters)))
-        logger.warning("engine %s: %s; retrying in %.1f s", url, error or repr(error), length)
+        logger.warning("engine %s: %s; retrying in %.1f s", url, str(error) or repr(error), length)
 
     def _raise_after_deadline(self, failing_s: float, url: str, error: Exception) -> None:
         if failing_s > self.deadline_s:
             raise EngineUnreachableError(
                 f"no engine answered for {self.deadline_s:.0f} s; the last one tried, {url}, failed "
-                f"with: {error or repr(error)}. Engines: {', '.join(self._engines)}. "
+                f"with: {str(error) or repr(error)}. Engines: {', '.join(self._engines)}. "
                 "Their logs are in the run folder under logs/"
             ) from error
 

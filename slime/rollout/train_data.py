@@ -127,7 +127,7 @@ def _routed_experts(
         column = np.full((len(row), *shape), -1, np.int16)
         if experts is not None:
             known = min(len(experts), len(row))
-            if list(row[:known]) != sample.tokens[:known]:
+            if list(row[:known]) != list(sample.tokens[:known]):
                 raise UserError(
                     f"{flag}: --custom-convert-samples-to-train-data-path returned other tokens for sample "
                     f"{sample.index} than it has; it may shorten or extend a row at its end only"

@@ -324,17 +324,16 @@ def how_to_continue(
     if not good:
         return "Nothing had been saved yet: the same command starts over."
     where = f"The checkpoint after rollout {good[-1]} is in {save}"
-    flag, step = "--ckpt-step", ckpt_step
-    if start_rollout_id is not None:
-        flag, step = "--start-rollout-id", start_rollout_id - 1
-    if step in (None, good[-1]):
-        flag = ""
+    number = None if start_rollout_id is None else start_rollout_id - 1
+    given = {"--ckpt-step": ckpt_step, "--start-rollout-id": number}
+    flags = " and ".join(flag for flag, value in given.items() if value not in (None, good[-1]))
     if load != save:
-        without = f", without {flag}" if flag else ""
+        without = f", without {flags}" if flags else ""
         return f"{where}: continue with the same command and --load {save}{without}"
-    if not flag:
+    if not flags:
         return f"{where}: the same command continues from it."
+    first = next(value for value in (number, ckpt_step) if value is not None) + 1
     return (
-        f"{where}: without {flag} the same command continues from it; with it, it starts "
-        f"again after rollout {step}."
+        f"{where}: without {flags} the same command continues from it; as typed, it starts "
+        f"again with rollout {first}."
     )

@@ -9,7 +9,7 @@ import pytest
 
 from slime.rollout.engine_pool import EnginePool, EngineRefusedError, EngineUnreachableError
 from slime.utils.http import run
-from tests.fake_engine import FakeEngine, Reply
+from tests.fake_engine import FakeEngine, Reply, Request
 
 PAYLOAD = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
 
@@ -165,3 +165,22 @@ def test_time_in_which_a_removed_engine_worked_is_no_part_of_the_deadline():
         assert run(scenario(first, second))["text"] == "ok"
         assert len(first.requests) == 3
         never.set()
+
+
+@pytest.mark.parametrize("num_late", [1, 2])
+def test_a_request_that_times_out_is_retried_once_at_least(num_late):
+    """Even if it took longer than the deadline: its engine may have hung while others work."""
+    never = threading.Event()
+
+    def script(request: Request) -> Reply:
+        return Reply(until=never.is_set) if request.number < num_late else Reply()
+
+    with FakeEngine(script) as engine:
+        pool = EnginePool([engine.url], deadline_s=1.0, request_timeout_s=2.0)
+        if num_late == 1:
+            assert run(pool.generate(PAYLOAD))["text"] == "ok"
+        else:
+            with pytest.raises(EngineUnreachableError, match="failed with: TimeoutError"):
+                run(pool.generate(PAYLOAD))
+        never.set()
+    assert len(engine.requests) == 2

@@ -122,11 +122,17 @@ def test_a_rewound_run_says_that_its_command_would_rewind_again(tmp_path):
     rewound.save(14, Trainer(), Rollout())
     advice = rewound.how_to_continue()
     assert "after rollout 14" in advice and "without --ckpt-step" in advice
-    assert "starts again after rollout 9" in advice
+    assert "starts again with rollout 10" in advice
     assert "the same command continues from it." in checkpointer(tmp_path).how_to_continue()
     numbered = checkpointer(tmp_path, start_rollout_id=3).how_to_continue()
     assert "without --start-rollout-id the same command continues" in numbered
-    assert "starts again after rollout 2" in numbered
+    assert "starts again with rollout 3" in numbered
+    both = checkpointer(tmp_path, ckpt_step=9, start_rollout_id=0).how_to_continue()
+    assert (
+        "without --ckpt-step and --start-rollout-id the same" in both and "with rollout 0." in both
+    )
+    next_number = checkpointer(tmp_path, ckpt_step=9, start_rollout_id=15).how_to_continue()
+    assert "without --ckpt-step the same" in next_number and "with rollout 15." in next_number
     elsewhere = checkpointer(tmp_path, load=None, start_rollout_id=3).how_to_continue()
     assert elsewhere.endswith(f"--load {tmp_path}, without --start-rollout-id")
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from slime.core.errors import UserError
 from slime.core.types import Sample, Status
@@ -297,6 +298,16 @@ def test_a_sample_without_trained_tokens_needs_no_routing():
     assert second.shape == (5, 2, 3) and (second[:4] == 1).all()
     with pytest.raises(UserError, match="sample 3 has no routed experts"):
         samples_to_batch(args, [*samples, sample(3, 0, 1.0)])
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_replayed_samples_may_have_tokens_of_any_sequence_type(kind):
+    """A generate function may set an array or a tensor."""
+    args = make_args().replace(use_rollout_routing_replay=True)
+    experts = np.ones((4, 2, 1), np.int16)
+    made = sample(0, 0, 1.0, tokens=kind([5, 6, 7, 8, 9]), rollout_routed_experts=experts)
+    (column,) = samples_to_batch(args, [made]).routed_experts
+    assert column[:, 0, 0].tolist() == [1, 1, 1, 1, -1]
 
 
 @pytest.mark.parametrize("hook", ["shortened", "other_tokens"])
