@@ -273,6 +273,31 @@ def test_daemons_do_not_survive(user, isolate, rest):
     wait_until_gone(mark)
 
 
+HOPPER = """
+import os, sys
+if os.fork() == 0:
+    os.setsid()
+    for _ in range(1000):  # each process is gone before a list of processes is read
+        if os.fork():
+            os._exit(0)
+    os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", "{mark}"])
+"""
+
+
+@USERS
+def test_a_daemon_that_changes_its_process_id_does_not_survive(user):
+    mark = secrets.token_hex(8)
+    body = """
+    argv = [sys.executable, "-I", "-c", given]
+    process = await start(argv, limits=Limits(forks=True), isolate=False, cwd="/tmp")
+    await asyncio.wait_for(process.wait(), 60)
+    """
+    call_as(user, body, HOPPER.format(mark=mark))
+    assert not is_running(mark)
+    time.sleep(1)  # it would be at its end by now
+    assert not is_running(mark)
+
+
 @USERS
 @pytest.mark.parametrize("victim", ["os.getpid()", "process.pid"], ids=["slime", "supervisor"])
 def test_a_killed_parent_takes_its_sandboxes_along(user, victim):

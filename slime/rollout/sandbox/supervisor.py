@@ -219,16 +219,20 @@ def call(name: str, *arguments: object) -> None:
 
 
 def kill_descendants(child: int) -> None:
-    """Kill what runs without isolation. Orphans become children of this process, a subreaper."""
+    """Kill what runs without isolation. Orphans become children of this process, a subreaper.
+
+    A scan of /proc may miss a process whose parent forked it and ended meanwhile. That parent, or an ancestor
+    that ended too, was reaped here then, so the scan is repeated until none ran and none was reaped.
+    """
     while True:
+        ran = _is_running(child)
         found = [pid for pid in _descendants(os.getpid()) if pid != child or _is_running(child)]
-        if not found:
-            return
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-        _reap_others(child)
+        if not (_reap_others(child) or found or ran):
+            return
         time.sleep(0.001)
 
 
@@ -258,10 +262,13 @@ def _is_running(child: int) -> bool:
         return False
 
 
-def _reap_others(child: int) -> None:
+def _reap_others(child: int) -> int:
+    """Return how many children other than `child` have ended, whose statuses nobody needs."""
+    reaped = 0
     for pid in _zombies(child):
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
+            reaped += os.waitpid(pid, os.WNOHANG)[0] == pid
+    return reaped
 
 
 def _zombies(child: int) -> list:
