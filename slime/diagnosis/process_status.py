@@ -27,6 +27,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from slime.utils.machine import memory_file
+
 logger = logging.getLogger(__name__)
 
 _FRAMES = 12  # innermost ones of a stack
@@ -98,7 +100,7 @@ def serve_status() -> None:
     """
     if any(thread.name == _THREAD for thread in threading.enumerate()):
         return
-    faulthandler.register(_SIGNAL, file=os.memfd_create(_DUMP), all_threads=True)
+    faulthandler.register(_SIGNAL, file=memory_file(_DUMP), all_threads=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(_address(os.getpid()))

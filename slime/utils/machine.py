@@ -11,12 +11,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-
-import psutil
 
 from slime.config.env import child_env
 
@@ -55,8 +54,19 @@ class Gpu:
     driver: str
 
 
+def memory_file(name: str) -> int:
+    """Return a descriptor of an anonymous file in memory. Python of conda has no os.memfd_create."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    descriptor, path = tempfile.mkstemp(prefix=name, dir="/dev/shm")
+    os.unlink(path)
+    return descriptor
+
+
 def process_memory() -> dict[str, int]:
     """Return resident bytes, and the peak that torch reserved on the GPU if this process uses one."""
+    import psutil  # the sandbox imports this module where it may be missing
+
     memory = {"rss": psutil.Process().memory_info().rss}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

@@ -26,8 +26,8 @@ _START = (
 def child():
     started = []
 
-    def start(body: str) -> int:
-        code = _START + body
+    def start(body: str, before: str = "") -> int:
+        code = before + _START + body
         process = subprocess.Popen(
             [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
@@ -71,8 +71,10 @@ def test_a_phase_that_is_over_is_not_told(child):
     assert isinstance(said, ProcessStatus) and said.work == []
 
 
-def test_one_that_holds_the_lock_still_shows_its_stack(child):
-    pid = child("import re\ndef stuck():\n up(); re.match('(a+)+$', 'a' * 60 + 'b')\nstuck()")
+@pytest.mark.parametrize("python", ["", "import os\ndel os.memfd_create\n"], ids=["", "conda"])
+def test_one_that_holds_the_lock_still_shows_its_stack(child, python):
+    stuck = "import re\ndef stuck():\n up(); re.match('(a+)+$', 'a' * 60 + 'b')\nstuck()"
+    pid = child(stuck, before=python)
     said = ask_until(pid, lambda said: isinstance(said, str) and "in stuck" in said, timeout_s=0.3)
     assert isinstance(said, str) and said.startswith("does not answer") and "in stuck" in said
 

@@ -11,6 +11,7 @@ from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 from slime.backends.checkpoint_reader import DataReader, load_object
+from slime.utils.machine import memory_file
 
 if TYPE_CHECKING:
     import torch
@@ -159,7 +160,7 @@ class _Results:
     """
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("slime-checkpoint")
+        self._file = memory_file("slime-checkpoint")
         self._read = 0  # bytes
 
     def put(self, result: object) -> None:

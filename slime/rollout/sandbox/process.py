@@ -14,6 +14,7 @@ from pathlib import Path
 
 from slime.rollout.sandbox.bubblewrap import WORK, bwrap_arguments, find_bwrap, shown_paths
 from slime.rollout.sandbox.seccomp import build_filter
+from slime.utils.machine import memory_file
 
 # By path, without slime and site-packages on the way: a supervisor starts in milliseconds.
 _SUPERVISOR = f"""import sys
@@ -109,8 +110,8 @@ async def start(
     """
     limits, inherit, read_only = limits or Limits(), tuple(inherit), tuple(read_only)
     control, theirs = socket.socketpair()
-    given = [theirs.fileno(), _memory_file(build_filter(forks=limits.forks, network=network))]
-    contents = {path: _memory_file(data) for path, data in (files or {}).items()}
+    given = [theirs.fileno(), _file_of(build_filter(forks=limits.forks, network=network))]
+    contents = {path: _file_of(data) for path, data in (files or {}).items()}
     given += contents.values()
     executable, command = find_bwrap() if isolate else "", list(argv)
     if not isolate:
@@ -143,9 +144,9 @@ async def start(
     return SandboxProcess(process, control)
 
 
-def _memory_file(data: bytes) -> int:
-    """Return a descriptor of an unnamed file in memory, at its beginning."""
-    descriptor = os.memfd_create("sandbox")
+def _file_of(data: bytes) -> int:
+    """Return a descriptor of an anonymous file with this content, at its beginning."""
+    descriptor = memory_file("sandbox")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)
     os.lseek(descriptor, 0, os.SEEK_SET)
