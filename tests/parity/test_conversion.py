@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -219,6 +218,27 @@ def test_files_of_several_workers_equal_those_of_one(converted, tmp_path: Path) 
         assert sum(sizes) <= 2 * CHUNK or len(sizes) <= 2
 
 
+def test_workers_need_neither_the_current_folder_nor_a_socket(converted, tmp_path: Path) -> None:
+    """They import the slime of their tool, not one of the current folder; a socket's path has 107 bytes at most."""
+    origin, saved = converted
+    (tmp_path / "slime").mkdir()
+    (tmp_path / "slime" / "__init__.py").write_text("raise SystemExit('another slime')")
+    (temporary := tmp_path / ("t" * 100)).mkdir()
+    done = subprocess.run(
+        [
+            sys.executable, str(ROOT / "tools/convert_torch_dist_to_hf.py"), f"--input-dir={saved}",
+            f"--output-dir={tmp_path / 'out'}", f"--origin-hf-dir={origin}", f"--chunk-size={CHUNK}",
+            "--max-workers=2",
+        ],
+        cwd=tmp_path,
+        env=child_env(OMP_NUM_THREADS="1", TMPDIR=str(temporary)),
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert_same(origin, tmp_path / "out")
+
+
 _ONE_WORKER = """
 import sys
 from multiprocessing import Pipe
@@ -261,9 +281,8 @@ def test_a_killed_worker_is_said_and_leaves_nothing(converted, tmp_path: Path) -
     )
     workers: list[psutil.Process] = []
     while not workers and tool.poll() is None:
-        servers = psutil.Process(tool.pid).children()
-        workers = [worker for server in servers for worker in server.children()]
-        time.sleep(0.01)
+        children = psutil.Process(tool.pid).children()
+        workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
     workers[0].kill()
     _, said = tool.communicate(timeout=120)
     assert tool.returncode == 1 and "a worker process ended with status -9" in said, said

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import torch
@@ -229,7 +229,7 @@ def _write_files(conversion: Conversion, folder: Path, max_workers: int) -> Iter
         yield from (conversion.write(number, folder) for number in numbers)
         return
     threads = max(1, (os.cpu_count() or 1) // workers)
-    started: list[tuple[ForkServerProcess, Connection]] = []
+    started: list[tuple[SpawnProcess, Connection]] = []
     try:
         for first in range(workers):
             share = list(numbers[first::workers])
@@ -244,9 +244,8 @@ def _write_files(conversion: Conversion, folder: Path, max_workers: int) -> Iter
 
 def _start_worker(
     plan: Plan, folder: Path, numbers: list[int], threads: int
-) -> tuple[ForkServerProcess, Connection]:
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # imports megatron-core once for all workers
+) -> tuple[SpawnProcess, Connection]:
+    context = get_context("spawn")  # importing Megatron queries CUDA, which forks then cannot use
     receiver, sender = context.Pipe(duplex=False)
     arguments = (plan, folder, numbers, threads, sender)
     process = context.Process(target=_write_in_worker, args=arguments, daemon=True)
@@ -268,7 +267,7 @@ def _write_in_worker(
         sender.send(error)
 
 
-def _received(process: ForkServerProcess, receiver: Connection) -> WeightFile:
+def _received(process: SpawnProcess, receiver: Connection) -> WeightFile:
     try:
         result = receiver.recv()
     except EOFError:
