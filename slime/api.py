@@ -181,7 +181,7 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""
-        folder = CheckpointFolder(self.config["save"]) if self.config.get("save") else None
+        folder = CheckpointFolder(str(self.config["save"])) if self.config.get("save") else None
         return [folder.path(number) for number in folder.rollout_ids()] if folder else []
 
     @property

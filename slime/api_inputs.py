@@ -46,6 +46,9 @@ def write_inputs(
     folder.mkdir(parents=True)
     values = {"save": "{run_dir}/checkpoints", "save_hf": "{run_dir}/hf", **options}
     values |= {"hf_checkpoint": model, **_write_functions(folder, reward, generate)}
+    files = any(isinstance(data, str | os.PathLike) for data in (dataset, eval_dataset))
+    if not files and options.keys().isdisjoint(_FLAGS_OF_PARAMETER["eval_dataset"]):
+        values.setdefault("metadata_key", _ROW)  # the key of a file is also that of written rows
     path, keys = _write_rows(folder / "train.jsonl", dataset, values)
     values |= {"prompt_data": [path], **keys}
     if eval_dataset is not None:
@@ -117,14 +120,13 @@ def _write_rows(
     if not rows:
         raise ConfigError("dataset has no rows")
     keys = _keys(rows[0], options)
-    metadata = options.get("metadata_key", _ROW)
+    metadata = options.get("metadata_key", "metadata")
     with file.open("wb") as lines:
         for number, row in enumerate(rows):
             try:
                 lines.write(orjson.dumps({metadata: row, **row}) + b"\n")
             except TypeError as error:
                 raise ConfigError(f"dataset: row {number} cannot be written: {error}") from None
-    keys["metadata_key"] = metadata
     messages = isinstance(rows[0][keys["input_key"]], list)
     if messages and "custom_generate_function_path" not in options:
         keys["apply_chat_template"] = options.get("apply_chat_template", True)

@@ -103,7 +103,8 @@ def _from_run(folder: Path, own: Container[str]) -> dict[str, Any]:
     model = load_run(folder).model
     if (model / "adapter_config.json").exists():
         raise ConfigError(
-            f"{model} is a LoRA adapter: merge it first, slime convert merge-lora --adapter {model}"
+            f"{model} is a LoRA adapter: merge it first, slime convert merge-lora --base MODEL "
+            f"--adapter {model} --output-dir DIR"
         )
     given, is_own = read_config(folder)
     flags = all_flags()
@@ -138,9 +139,12 @@ def _words(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         flag = all_flags()[name]
         return [flag.option] if value else [*flag.off_options[:1]]
-    if isinstance(value, list):
-        return [option_of(name), *map(str, value)]
-    return [option_of(name), json.dumps(value) if isinstance(value, dict) else str(value)]
+    items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, str) and item.startswith("-") for item in items):
+        raise ConfigError(
+            f"the run's {name} {value!r} would be read as an option: give it yourself"
+        )
+    return [option_of(name), *(json.dumps(i) if isinstance(i, dict) else str(i) for i in items)]
 
 
 def table(run: RunData) -> list[str]:

@@ -42,7 +42,7 @@ def signed(value: float | None) -> str:
 
 def duration(seconds: float) -> str:
     """Format seconds: 1.2s, 41s, 3m 07s, 2h 05m, 3d 04h."""
-    if seconds < 9.95:
+    if seconds < 9.95 or not math.isfinite(seconds):
         return f"{seconds:.1f}s"
     whole = round(seconds)
     if whole < 60:

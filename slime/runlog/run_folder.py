@@ -225,7 +225,7 @@ def read_run(run_dir: str | Path) -> RunData:
         phases=[
             (r["rollout_id"], phase_times(_numbers(r))) for r in records if r["kind"] == "perf"
         ],
-        rollout_seconds=[r[STEP_TIME] for r in rollouts if r.get(STEP_TIME)],
+        rollout_seconds=[s for r in rollouts if (s := _numbers(r).get(STEP_TIME))],
         samples=read_samples(run_dir),
         config={name: entry["value"] for name, entry in resolved.items()},
         origins={name: str(entry.get("origin")) for name, entry in resolved.items()},

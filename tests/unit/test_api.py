@@ -216,3 +216,28 @@ def test_a_column_called_metadata_hides_no_other(tmp_path):
     )
     dataset = load_prompts(values["prompt_data"][0], data_format, make_byte_tokenizer())
     assert dataset.make_sample(0).metadata == rows[0]
+
+
+def test_the_metadata_of_an_evaluation_file_in_the_options_is_read(tmp_path):
+    file = tmp_path / "held.jsonl"
+    file.write_text("{}")
+    rows = [{"prompt": "1+1=", "answer": "2"}]
+    given = {"reward": by_columns, "dataset": rows, "eval_prompt_data": ["held", str(file)]}
+    assert "metadata_key" not in options_of(tmp_path / "inputs", **given)
+
+
+@pytest.mark.parametrize("written", ["dataset", "eval_dataset"])
+def test_rows_and_a_file_are_read_by_one_metadata_key(tmp_path, written):
+    """The file's metadata is not lost, nor are the columns of the rows, which reward functions get."""
+    row = {"prompt": "1+1=", "answer": "2", "level": 1}
+    file = tmp_path / "file.jsonl"
+    file.write_text(json.dumps({"prompt": "1+2=", "answer": "3", "metadata": {"level": 2}}) + "\n")
+    data = {"dataset": str(file), "eval_dataset": str(file), written: [row]}
+    keys = {"input_key": "prompt", "label_key": "answer"}
+    values = options_of(tmp_path / "inputs", reward=by_columns, **data, **keys)
+    wanted = {"dataset": {"level": 2}, "eval_dataset": {"level": 2}, written: row}
+    data_format = DataFormat(**keys, metadata_key=values.get("metadata_key", "metadata"))
+    paths = {"dataset": values["prompt_data"][0], "eval_dataset": values["eval_prompt_data"][1]}
+    for name, path in paths.items():
+        dataset = load_prompts(path, data_format, make_byte_tokenizer())
+        assert dataset.make_sample(0).metadata == wanted[name]

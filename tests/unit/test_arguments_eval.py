@@ -92,6 +92,7 @@ def test_mistakes_name_file_and_key(tmp_path, text, words):
     [
         {"debug_rollout_only": True, "eval_interval": 5},
         {"debug_rollout_only": True, "eval_interval": 1, "num_rollout": 0},
+        {"num_rollout": 20, "load_debug_rollout_data": HERE, "eval_interval": 5},  # no engines
         {"num_rollout": 20, "eval_interval": 20},  # after the last rollout, which always updates
     ],
 )
@@ -99,4 +100,5 @@ def test_evaluations_that_cannot_see_stale_weights_are_accepted(flags):
     flags = {"eval_prompt_data": ["a", HERE], "update_weights_interval": 3, **flags}
     assert make_args(**flags).eval_interval == flags["eval_interval"]
     with pytest.raises(ConfigError, match="--eval-interval 5: engines get new weights every 3"):
-        make_args(**{**flags, "num_rollout": 20, "eval_interval": 5, "debug_rollout_only": False})
+        engines = {"debug_rollout_only": False, "load_debug_rollout_data": None}
+        make_args(**{**flags, "num_rollout": 20, "eval_interval": 5, **engines})

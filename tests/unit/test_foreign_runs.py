@@ -72,6 +72,28 @@ def test_slime_eval_takes_numbers_from_others(tmp_path):
     assert words[words.index("--eval-temperature") + 1] == "0.5"
 
 
+INJECTED = "--custom-rm-path=evil.reward"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rollout_stop": ["x", INJECTED]},  # an option with several values
+        {"group_rm": INJECTED},  # an option without a value
+        {"rm_type": INJECTED},
+        {"rollout_stop": ["--"]},
+    ],
+)
+def test_a_value_of_another_run_is_no_option_of_slime_eval(tmp_path, given):
+    run = make_run(tmp_path / "evil", given)
+    name, value = next(iter(given.items()))
+    with pytest.raises(ConfigError, match=f"{name} .*would be read as an option: give it yourself"):
+        evaluate._command(str(run), [])
+    own = [] if name == "group_rm" else ["yes"]
+    words, _ = evaluate._command(str(run), [f"--{name.replace('_', '-')}", *own])
+    assert INJECTED not in words and value not in words
+
+
 def test_slime_eval_keeps_what_the_run_turned_off(tmp_path):
     given = {"sglang_enable_multimodal": False, "group_rm": False, "apply_chat_template": True}
     not_set = {"rollout_stop": [], "rm_url": None}
@@ -209,6 +231,23 @@ def test_odd_records_of_another_run_are_skipped(tmp_path):
     lines = ['{"rollout_id": []}', '{"kind": "x"}', '{"rollout_id": 1, "a": 2}', "[" * 5000, "7"]
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert api.load_run(run).metrics == [{"rollout_id": 1, "a": 2}]
+
+
+@pytest.mark.parametrize("save", [7, [1], True])
+def test_the_model_of_a_run_with_an_odd_save_is_found(tmp_path, save):
+    run = make_run(tmp_path / "odd", {"save": save})
+    assert api.load_run(run).model == run / "hf"
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(["x", 20], "20s a rollout"), ([1e308] * 2, "inf")])
+def test_a_report_of_odd_times(tmp_path, seconds, shown):
+    run = make_run(tmp_path / "odd", {})
+    records = [
+        {"rollout_id": number, "kind": "perf", "time": 1, "perf/step_time": value}
+        for number, value in enumerate(seconds)
+    ]
+    append_lines(run / "metrics.jsonl", records)
+    assert shown in write_report(run).read_text()
 
 
 def test_a_report_is_not_written_through_a_link(tmp_path):

@@ -358,7 +358,8 @@ def check_modes(draft: Draft) -> None:
         raise ConfigError("--eval-interval needs data: give --eval-prompt-data NAME PATH")
     every, updates = draft["eval_interval"], draft["update_weights_interval"]
     stale = every and every < (draft["num_rollout"] or math.inf) and every % updates
-    if stale and not draft["offload_rollout"] and not draft["debug_rollout_only"]:
+    fresh = ("offload_rollout", "debug_rollout_only", "debug_train_only")  # or no engine at all
+    if stale and not any(draft[name] for name in fresh):
         raise ConfigError(
             f"--eval-interval {every}: engines get new weights every {updates} rollouts "
             "(--update-weights-interval) and would be scored with those of an earlier one: use "
