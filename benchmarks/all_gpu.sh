@@ -101,8 +101,8 @@ measure train_hybrid 110 330 bash -c 'trainer "$@"' _ --shapes Qwen3.5-4B Qwen3.
 # Kernels that long samples may use
 measure attention 30 90 "$PYTHON" benchmarks/attention_gpu.py
 # LoRA
-measure lora_train 120 320 "$PYTHON" benchmarks/lora_gpu.py --only train update
-measure lora_decode 140 290 "$PYTHON" benchmarks/lora_gpu.py --only decode --rounds 1 "${SGLANG[@]}"
+measure lora_train 120 470 "$PYTHON" benchmarks/lora_gpu.py --only train update
+measure lora_decode 140 330 "$PYTHON" benchmarks/lora_gpu.py --only decode --rounds 1 "${SGLANG[@]}"
 measure lora_largest 90 220 "$PYTHON" benchmarks/lora_gpu.py --only largest-32b
 # TransformerEngine beside our layers and FSDP; FP8 holds more, so it has fewer tokens
 TE_BACKENDS=(${TE_PATH:+megatron-te megatron-te-fp8 megatron-te-fp8-blocks})

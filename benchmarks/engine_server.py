@@ -66,7 +66,8 @@ class Server:
         start_limit: float,
     ) -> None:
         self.name, self._start_limit = name, start_limit
-        port = 32000 + os.getpid() % 1000 + sum(map(ord, name)) % 1000
+        # Below the ports that the kernel gives to connections, 32768 and above.
+        port = 20000 + os.getpid() % 1000 + sum(map(ord, name)) % 1000
         self.url = f"http://127.0.0.1:{port}"
         path = ([extra_path] if extra_path else [str(REPO)]) + [os.environ.get("PYTHONPATH", "")]
         env = {**os.environ, "SLIME_ENGINE_TOKEN": TOKEN, "PYTHONPATH": ":".join(path)}
