@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from slime.engine.arguments import EngineArgs
-from slime.engine.kv_cache import MemoryReleaser, choose_sizes
+from slime.engine.kv_cache import choose_sizes, release_memory, resume_memory
 from slime.engine.lora.store import Adapter, make_store
 from slime.engine.models.loading import eos_token_ids
 from slime.engine.models.model_runner import ModelRunner
@@ -49,19 +49,19 @@ class Engine:
         self.eos_ids = eos_token_ids(self.runner.model, self.codec.eos_token_id)
         self.sizes = choose_sizes(args, self.runner)
         pool = PagePool(self.sizes.num_pages, args.page_size)
+        window = args.speculative_num_draft_tokens or DEFAULT_WINDOW
         self.scheduler = Scheduler(
             pool,
             max_running=self.sizes.max_running,
             max_pages_per_request=self.sizes.max_pages_per_request,
             chunk_size=self.sizes.chunk_size,
             use_prefix_cache=not args.disable_radix_cache,
-            drafter=_make_drafter(args),
+            drafter=None if args.speculative_algorithm is None else Drafter(window),
             num_saved_states=self.sizes.num_saved_states if self.runner.state_shape else None,
         )
         self.runner.prepare(self.sizes.num_pages, self.scheduler)
         self.weights = WeightStore(self.runner.model, args.model_path)
         self.lora = make_store(args, self.runner.lora)
-        self._releaser = MemoryReleaser(self.runner)
         self.weight_version = args.weight_version
         self.model_path = args.model_path
         self.pause_mode: str | None = None
@@ -257,13 +257,13 @@ class Engine:
             self.lora.forget_buffers()
         for tag in tags:
             if tag not in self.released:
-                self._releaser.release(tag)
+                release_memory(self.runner, tag)
                 self.released.add(tag)
 
     def resume_memory(self, tags: list[str]) -> None:
         for tag in tags:
             if tag in self.released:
-                self._releaser.resume(tag)
+                resume_memory(self.runner, tag)
                 self.released.discard(tag)
 
     def require_memory(self, tag: str) -> None:
@@ -352,7 +352,7 @@ class Engine:
         ):
             if request.finish is None:
                 if request.num_pending == 0:  # sampled after an accepted draft token
-                    self.scheduler.accept_draft(request)
+                    self.scheduler.advance(request)
                 request.num_pending -= 1
                 request.append(token, log_prob, self.version_of(request))
                 if request.params.stop:
@@ -391,9 +391,3 @@ class Engine:
         for request in [*self.scheduler.running, *self.scheduler.waiting, *self._held_back]:
             request.finish = FinishReason(kind="abort", message=message, status_code=500)
             self._on_update([request])
-
-
-def _make_drafter(args: EngineArgs) -> Drafter | None:
-    if args.speculative_algorithm is None:
-        return None
-    return Drafter(args.speculative_num_draft_tokens or DEFAULT_WINDOW)

@@ -75,7 +75,7 @@ class PagePool:
 
 
 class StatePool:
-    """Rows for saved recurrent states; see state_cache.py.
+    """Rows for saved recurrent states; see kv_cache.py.
 
     A row is free, held by a running request, or at a node of the prefix cache. When none is free, the node
     whose state was used least recently loses it; its page stays.
@@ -145,9 +145,6 @@ class RadixCache:
 
     def __len__(self) -> int:
         return self._size
-
-    def match(self, token_ids: list[int], limit: int, adapter: int = 0) -> list[int]:
-        return self.find(token_ids, limit, adapter).pages
 
     def find(self, token_ids: list[int], limit: int, adapter: int = 0) -> Prefix:
         """Return the longest prefix cached with this adapter that can be reused, at most `limit` tokens.

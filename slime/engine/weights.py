@@ -164,11 +164,13 @@ class WeightStore:
 
     def read_group(self, metas: Sequence[TensorMeta], group_name: str) -> dict[str, torch.Tensor]:
         """Return tensors that rank 0 of the group broadcasts as one byte buffer."""
-        group = self._group(group_name)
+        return named_views(self._receive(metas, self._group(group_name)), metas)
+
+    def _receive(self, metas: Sequence[TensorMeta], group: dist.ProcessGroup) -> torch.Tensor:
         size = sum(meta.num_bytes for meta in metas)
         buffer = torch.empty(size, dtype=torch.uint8, device=self._model.device)
         dist.broadcast(buffer, group=group, group_src=0)
-        return named_views(buffer, metas)
+        return buffer
 
     def init_group(
         self, *, address: str, port: int, rank: int, world_size: int, name: str, backend: str
@@ -189,15 +191,11 @@ class WeightStore:
         """Receive a broadcast of rank 0 of the group: one tensor per name, or all of them as one byte buffer."""
         group = self._group(group_name)
         targets = self._destinations(metas)
-        device = self._model.device
         if flattened:
-            size = sum(meta.num_bytes for meta in metas)
-            buffer = torch.empty(size, dtype=torch.uint8, device=device)
-            dist.broadcast(buffer, group=group, group_src=0)
-            _copy_bucket(buffer, metas, targets)
+            _copy_bucket(self._receive(metas, group), metas, targets)
             return
         for meta, target in zip(metas, targets, strict=True):
-            tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+            tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self._model.device)
             dist.broadcast(tensor, group=group, group_src=0)
             target.copy_(tensor)
 

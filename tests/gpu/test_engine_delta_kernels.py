@@ -20,10 +20,9 @@ from slime.algorithms.delta_layers import DeltaInputs, continue_tokens
 from slime.algorithms.gated_delta import DeltaHeads
 from slime.engine.kernels.cuda_kernels import CudaKernels
 from slime.engine.kernels.interface import Heads, Pages, QueryKeyNorm, Rotary, Tokens
-from slime.engine.kv_cache import KVCache
+from slime.engine.kv_cache import KVCache, StateCache, StateShape
 from slime.engine.models.delta_net import state_shape
 from slime.engine.models.fast_model import FastModel
-from slime.engine.state_cache import StateCache, StateShape
 from tests.gpu.test_engine_kernels import DEVICE, INTERPRETED
 from tests.tiny import make_tiny_checkpoint
 

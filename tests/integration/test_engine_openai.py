@@ -148,6 +148,8 @@ def test_mistakes_are_errors_of_the_api(client):
         client.chat.completions.create(model="m", messages=MESSAGES, logprobs=True, top_logprobs=21)
     with pytest.raises(openai.BadRequestError, match="`top_logprobs` needs `logprobs`"):
         client.chat.completions.create(model="m", messages=MESSAGES, top_logprobs=2)
+    with pytest.raises(openai.BadRequestError, match="`model` may have at most 8192 characters"):
+        client.chat.completions.create(model="m" * 8193, messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="temperature must be non-negative"):
         client.chat.completions.create(model="m", messages=MESSAGES, temperature=-1)
     with pytest.raises(openai.BadRequestError, match="response_format"):

@@ -210,6 +210,9 @@ def test_mistakes_in_a_request_are_named(server: EngineServer):
     assert "vocabulary of 320" in refused(server, input_ids=[-1])[1]
     assert "input_ids" in refused(server, input_ids=[])[1]
     assert "`rid` has duplicates" in refused(server, input_ids=[[1], [2]], rid=["a", "a"])[1]
+    long = "a" * 513  # each of 16384 samples would have a copy
+    for rid in (long, ["a", long]):
+        assert "`rid` may have at most 512" in refused(server, input_ids=[[1], [2]], rid=rid)[1]
     # unknown keys at the top are ignored, as SGLang ignores them
     assert generate(server, **ids, sampling_params=GREEDY, colour="blue")["output_ids"]
 

@@ -15,10 +15,10 @@ def test_match_returns_the_longest_inserted_prefix_in_whole_pages():
     tokens = list(range(11))
     pages = pool.allocate(3)
     cache.insert(tokens, pages, num_computed=11)
-    assert cache.match(tokens, limit=11) == pages[:2]  # the third page is not full
-    assert cache.match(tokens, limit=7) == pages[:1]
-    assert cache.match([0, 1, 2, 3, 99, 5, 6, 7], limit=8) == pages[:1]
-    assert cache.match([9, 1, 2, 3], limit=4) == []
+    assert cache.find(tokens, limit=11).pages == pages[:2]  # the third page is not full
+    assert cache.find(tokens, limit=7).pages == pages[:1]
+    assert cache.find([0, 1, 2, 3, 99, 5, 6, 7], limit=8).pages == pages[:1]
+    assert cache.find([9, 1, 2, 3], limit=4).pages == []
 
 
 def test_equal_pages_after_different_text_are_different_entries():
@@ -29,8 +29,8 @@ def test_equal_pages_after_different_text_are_different_entries():
     for tokens in (first, second):
         pages[tokens[0]] = pool.allocate(2)
         cache.insert(tokens, pages[tokens[0]], 8)
-    assert cache.match(first, 8) == pages[1]
-    assert cache.match(second, 8) == pages[2]
+    assert cache.find(first, 8).pages == pages[1]
+    assert cache.find(second, 8).pages == pages[2]
 
 
 def test_inserting_known_text_keeps_the_page_that_is_there():
@@ -39,7 +39,7 @@ def test_inserting_known_text_keeps_the_page_that_is_there():
     mine, yours = pool.allocate(1), pool.allocate(1)
     cache.insert([1, 2, 3, 4], mine, 4)
     cache.insert([1, 2, 3, 4], yours, 4)
-    assert cache.match([1, 2, 3, 4], 4) == mine
+    assert cache.find([1, 2, 3, 4], 4).pages == mine
     pool.release(yours)
     pool.release(mine)
     assert pool.num_free == 9 and pool.num_evictable == 1
@@ -55,12 +55,12 @@ def test_eviction_takes_the_least_recently_used_and_spares_pages_in_use():
         cache.insert(text, pages[-1], 8)
     pool.release(pages[0])
     pool.release(pages[1])  # the third stays in use
-    cache.match(texts[0], 8)  # now the second is the oldest
+    cache.find(texts[0], 8)  # now the second is the oldest
     assert cache.evict(2) == 2
-    assert cache.match(texts[1], 8) == []
-    assert cache.match(texts[0], 8) == pages[0]
+    assert cache.find(texts[1], 8).pages == []
+    assert cache.find(texts[0], 8).pages == pages[0]
     assert cache.evict(100) == 2
-    assert cache.match(texts[2], 8) == pages[2]
+    assert cache.find(texts[2], 8).pages == pages[2]
 
 
 def test_clear_gives_back_everything_no_request_holds():
@@ -90,7 +90,7 @@ def test_random_use_never_loses_or_doubles_a_page():
             pool.release(pages)
         else:
             tokens = [rng.randrange(2) for _ in range(rng.randint(1, 24))]
-            prefix = cache.match(tokens, len(tokens))
+            prefix = cache.find(tokens, len(tokens)).pages
             pool.hold(prefix)
             missing = pool.pages_for(len(tokens)) - len(prefix)
             if missing > pool.num_available:

@@ -155,6 +155,16 @@ def test_penalties_and_bias_change_the_choice_as_their_formulas_say():
     assert sample(logits, [request]).tokens == [max(range(VOCAB), key=shaped.__getitem__)]
 
 
+def test_a_bias_for_every_token_does_not_hold_up_the_step():
+    """Added one by one, each of its entries is an operation of its own: seconds per step."""
+    bias = {str(token): -1.0 for token in range(100_000)} | {"70000": 9.0}
+    logits = torch.zeros(1, 100_000)
+    request = make_request(temperature=0.0, logit_bias=bias)
+    with torch.profiler.profile() as profile:
+        assert sample(logits, [request]).tokens == [70_000]
+    assert sum(event.count for event in profile.key_averages()) < 1000
+
+
 def test_end_tokens_wait_for_min_new_tokens():
     logits = torch.full((1, VOCAB), -5.0)
     logits[0, 0], logits[0, 4], logits[0, 9] = 9.0, 8.0, 7.0
@@ -173,6 +183,14 @@ def test_unknown_and_unsupported_keys_are_refused_by_name():
     with pytest.raises(RequestError, match="`ebnf` is not supported"):
         parse_sampling_params({"ebnf": "{}"})
     assert parse_sampling_params({"ebnf": None}).temperature == 1.0
+
+
+def test_deeply_nested_values_are_refused():
+    deep: list = []
+    for _ in range(1020):  # orjson parses up to 1024 levels; `repr` of as many is a RecursionError
+        deep = [deep]
+    with pytest.raises(RequestError, match="`stop` must be a non-empty string"):
+        parse_sampling_params({"stop": deep})
 
 
 @pytest.mark.parametrize(

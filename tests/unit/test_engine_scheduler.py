@@ -188,7 +188,7 @@ def test_pages_filled_before_a_flush_do_not_come_back():
     scheduler.flush()  # the weights changed under the running request
     scheduler.complete(planned)
     scheduler.finish(request)
-    assert scheduler.cache.match(list(range(9)), 8) == []
+    assert scheduler.cache.find(list(range(9)), 8).pages == []
     assert scheduler.pool.num_free == 64
 
 

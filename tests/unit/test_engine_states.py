@@ -23,12 +23,18 @@ from slime.algorithms.delta_layers import (
 from slime.algorithms.gated_delta import DeltaHeads, gated_delta_net
 from slime.core.errors import UserError
 from slime.engine.arguments import EngineArgs
-from slime.engine.kv_cache import LayerShape, choose_sizes, count_states
+from slime.engine.kv_cache import (
+    RESET,
+    LayerShape,
+    StateCache,
+    StateShape,
+    choose_sizes,
+    count_states,
+)
 from slime.engine.radix_cache import PagePool
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import SamplingParams
 from slime.engine.scheduler.scheduler import Scheduler
-from slime.engine.state_cache import RESET, StateCache, StateShape
 
 PAGE = 4
 Text = tuple[int, ...]

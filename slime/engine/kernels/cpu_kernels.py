@@ -10,12 +10,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from slime.algorithms.delta_layers import (
-    DeltaInputs,
-    continue_tokens,
-    delta_gates,
-    gated_norm,
-)
+from slime.algorithms import delta_layers
+from slime.algorithms.delta_layers import DeltaInputs
 from slime.algorithms.gated_delta import DeltaHeads
 from slime.engine.kernels.interface import (
     AdapterRows,
@@ -30,8 +26,8 @@ from slime.engine.kernels.interface import (
     Tokens,
 )
 from slime.engine.kernels.lora import add_lora
+from slime.engine.kv_cache import StateCache
 from slime.engine.scheduler.sampling import uniforms
-from slime.engine.state_cache import StateCache
 
 SOURCE = Path(__file__).with_name("cpu.c")
 _P, _L, _F = c_void_p, c_long, c_float
@@ -49,6 +45,7 @@ _SIGNATURES = {
 class CpuKernels:
     experts: MoeKernels | None = None
     joins_adapters = False
+    delta_gates = staticmethod(delta_layers.delta_gates)
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, types in _SIGNATURES.items():
@@ -174,15 +171,10 @@ class CpuKernels:
     def add_gated(self, x: torch.Tensor, gate: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
         return x + gate.sigmoid() * (parts.sum(0) if parts.ndim == 3 else parts)
 
-    def delta_gates(
-        self, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return delta_gates(a, b, a_log, dt_bias)
-
     def gated_norm(
         self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        return gated_norm(x, gate.reshape(x.shape), weight, eps).flatten(1)
+        return delta_layers.gated_norm(x, gate.reshape(x.shape), weight, eps).flatten(1)
 
     def continue_rows(
         self,
@@ -194,8 +186,9 @@ class CpuKernels:
         rows: torch.Tensor,
     ) -> torch.Tensor:
         """Continue each row by one token; the runners on a CPU pass a StatePlan and do not call this."""
-        out, state = continue_tokens(inputs, weight, heads, states.read(layer, rows.long()))
-        states.write(layer, rows.long(), state)
+        before = states.read(layer, rows.long())
+        out, after = delta_layers.continue_tokens(inputs, weight, heads, before)
+        states.write(layer, rows.long(), after)
         return out
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from slime.algorithms.delta_layers import DeltaInputs
-from slime.algorithms.gated_delta import DeltaHeads
 from slime.engine.kernels import (
     triton_attention,
     triton_delta,
@@ -37,7 +35,6 @@ from slime.engine.kernels.interface import (
 )
 from slime.engine.kernels.triton_experts import CudaExperts
 from slime.engine.kernels.triton_launch import dot_precision, pdl_options, shared_memory
-from slime.engine.state_cache import StateCache
 
 _LOG2E = math.log2(math.e)
 _PROGRAMS = 1024  # of a decode attention launch: several per SM
@@ -50,6 +47,15 @@ TILE = 64  # queries per program of prefill attention
 class CudaKernels:
     experts: MoeKernels | None = CudaExperts()
     joins_adapters = True
+
+    linear = staticmethod(triton_matmuls.linear)
+    linear_split_k = staticmethod(triton_matmuls.linear_split_k)
+    add_lora = staticmethod(triton_lora.add_lora)
+    gate_heads = staticmethod(triton_elementwise.gate_heads)
+    add_gated = staticmethod(triton_elementwise.add_gated)
+    delta_gates = staticmethod(triton_delta.delta_gates)
+    gated_norm = staticmethod(triton_delta.gated_norm)
+    continue_rows = staticmethod(triton_delta.continue_rows)
 
     def add_rms_norm(
         self,
@@ -78,26 +84,11 @@ class CudaKernels:
         )
         return out
 
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return triton_matmuls.linear(x, weight, bias)
-
-    def linear_split_k(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return triton_matmuls.linear_split_k(x, weight, bias)
-
     def gated_linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         out = triton_matmuls.gated_linear(x, weight) if bias is None else None
         return self.silu_mul(F.linear(x, weight, bias)) if out is None else out
-
-    def add_lora(
-        self, out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: AdapterRows
-    ) -> None:
-        triton_lora.add_lora(out, x, weights, rows)
 
     def linear_lora(
         self, x: torch.Tensor, base: Affine, lora: LoraWeights, rows: AdapterRows, split_k: bool
@@ -162,39 +153,51 @@ class CudaKernels:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        out = qkv.new_empty(qkv.shape[0], heads.num_query * heads.dim)
-        if tokens.tiles is None:
-            _attend_rows(qkv, tokens, heads, pages, scale, window, out)
-        else:
-            _attend_tiles(qkv, tokens, heads, pages, scale, window, out)
+        count, group = qkv.shape[0], heads.num_query // heads.num_key
+        dim_block = max(16, triton.next_power_of_2(heads.dim))
+        out = qkv.new_empty(count, heads.num_query * heads.dim)
+        inputs = (qkv, pages.keys, pages.values, pages.table, tokens.rows, tokens.positions)
+        sizes = (scale * _LOG2E, heads.width, pages.table.shape[1], window or 0)
+        shape = {
+            "KEY_HEADS": heads.num_key,
+            "GROUP": group,
+            "DIM": heads.dim,
+            "DIM_BLOCK": dim_block,
+        }
+        flags = {
+            "PAGE": pages.page_size,
+            "WINDOWED": window is not None,
+            "PRECISION": dot_precision(qkv),
+        }
+        if tokens.tiles is not None:
+            stages = 3 if qkv.element_size() == 2 else 1
+            triton_attention.prefill_kernel[(heads.num_query, tokens.tiles.shape[0])](
+                *(*inputs, tokens.tiles, out, *sizes),
+                **shape,
+                **flags,
+                **_blocks(dim_block, qkv.element_size(), stages),
+                TILE=TILE,
+            )
+            return out
+        splits = choose_splits(count * heads.num_key)
+        shape |= {"GROUP_BLOCK": max(16, triton.next_power_of_2(group)), "SPLITS": splits}
+        target = stats = out
+        if splits > 1:
+            num_partial = count * heads.num_key * splits * shape["GROUP_BLOCK"]
+            target = out.new_empty(num_partial, dim_block, dtype=torch.float32)
+            stats = out.new_empty(num_partial, 2, dtype=torch.float32)
+        triton_attention.decode_kernel[(heads.num_key, count, splits)](
+            *(*inputs, target, stats, *sizes),
+            **shape,
+            **flags,
+            **_blocks(dim_block, qkv.element_size(), 3),
+            **pdl_options(),
+        )
+        if splits > 1:
+            triton_attention.combine_kernel[(count, heads.num_query)](
+                target, stats, out, **shape, **pdl_options()
+            )
         return out
-
-    def gate_heads(self, x: torch.Tensor, gates: torch.Tensor, dim: int) -> torch.Tensor:
-        return triton_elementwise.gate_heads(x, gates, dim)
-
-    def add_gated(self, x: torch.Tensor, gate: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-        return triton_elementwise.add_gated(x, gate, parts)
-
-    def delta_gates(
-        self, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return triton_delta.delta_gates(a, b, a_log, dt_bias)
-
-    def gated_norm(
-        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        return triton_delta.gated_norm(x, gate, weight, eps)
-
-    def continue_rows(
-        self,
-        inputs: DeltaInputs,
-        weight: torch.Tensor,
-        heads: DeltaHeads,
-        states: StateCache,
-        layer: int,
-        rows: torch.Tensor,
-    ) -> torch.Tensor:
-        return triton_delta.continue_rows(inputs, weight, heads, states, layer, rows)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         tokens, width = gate_up.shape
@@ -235,73 +238,6 @@ class CudaKernels:
             **pdl_options(),
         )
         return tokens, log_probs
-
-
-def _attend_rows(
-    qkv: torch.Tensor,
-    tokens: Tokens,
-    heads: Heads,
-    pages: Pages,
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
-) -> None:
-    count = qkv.shape[0]
-    splits = choose_splits(count * heads.num_key)
-    group = heads.num_query // heads.num_key
-    shape = {
-        "KEY_HEADS": heads.num_key,
-        "GROUP": group,
-        "GROUP_BLOCK": max(16, triton.next_power_of_2(group)),
-        "DIM": heads.dim,
-        "DIM_BLOCK": max(16, triton.next_power_of_2(heads.dim)),
-        "SPLITS": splits,
-    }
-    target = stats = out
-    if splits > 1:
-        num_partial = count * heads.num_key * splits * shape["GROUP_BLOCK"]
-        target = out.new_empty(num_partial, shape["DIM_BLOCK"], dtype=torch.float32)
-        stats = out.new_empty(num_partial, 2, dtype=torch.float32)
-    triton_attention.decode_kernel[(heads.num_key, count, splits)](
-        *(qkv, pages.keys, pages.values, pages.table, tokens.rows, tokens.positions),
-        *(target, stats, scale * _LOG2E, heads.width, pages.table.shape[1], window or 0),
-        **shape,
-        **_blocks(shape["DIM_BLOCK"], qkv.element_size(), 3),
-        PAGE=pages.page_size,
-        WINDOWED=window is not None,
-        PRECISION=dot_precision(qkv),
-        **pdl_options(),
-    )
-    if splits > 1:
-        triton_attention.combine_kernel[(count, heads.num_query)](
-            target, stats, out, **shape, **pdl_options()
-        )
-
-
-def _attend_tiles(
-    qkv: torch.Tensor,
-    tokens: Tokens,
-    heads: Heads,
-    pages: Pages,
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
-) -> None:
-    assert tokens.tiles is not None
-    dim_block = max(16, triton.next_power_of_2(heads.dim))
-    triton_attention.prefill_kernel[(heads.num_query, tokens.tiles.shape[0])](
-        *(qkv, pages.keys, pages.values, pages.table, tokens.rows, tokens.positions),
-        *(tokens.tiles, out, scale * _LOG2E, heads.width, pages.table.shape[1], window or 0),
-        KEY_HEADS=heads.num_key,
-        GROUP=heads.num_query // heads.num_key,
-        DIM=heads.dim,
-        DIM_BLOCK=dim_block,
-        TILE=TILE,
-        **_blocks(dim_block, qkv.element_size(), 3 if qkv.element_size() == 2 else 1),
-        PAGE=pages.page_size,
-        WINDOWED=window is not None,
-        PRECISION=dot_precision(qkv),
-    )
 
 
 def choose_splits(programs: int) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from slime.algorithms.delta_layers import DeltaInputs
 from slime.algorithms.gated_delta import DeltaHeads
-from slime.engine.state_cache import StateCache
+from slime.engine.kv_cache import StateCache
 
 if TYPE_CHECKING:
     from slime.engine.models.delta_net import StatePlan

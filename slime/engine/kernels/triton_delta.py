@@ -21,7 +21,7 @@ import triton.language as tl
 from slime.algorithms.delta_layers import DeltaInputs
 from slime.algorithms.gated_delta import DeltaHeads
 from slime.engine.kernels.triton_launch import pdl_options, pdl_wait
-from slime.engine.state_cache import StateCache
+from slime.engine.kv_cache import StateCache
 
 _CHANNELS = 256  # of the convolution per program
 _VALUES = 32  # columns of a state per program

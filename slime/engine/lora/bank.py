@@ -205,10 +205,7 @@ class LoraBank:
             self.clear(slot)
         for name in pairs:
             weights, index = self.modules[name]
-            if isinstance(weights, ExpertLora):
-                weights.ranks[slot] = config.rank
-            else:
-                weights.ranks[slot, index] = config.rank
+            weights.ranks.reshape(self.num_slots, -1)[slot, index] = config.rank  # a view
         held = self.matrices(slot, dict.fromkeys(pairs, config.rank))
         torch._foreach_copy_(held, self.as_in_slots(pairs))  # pyright: ignore[reportPrivateImportUsage]
         self._scales[slot] = config.scaling

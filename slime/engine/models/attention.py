@@ -8,7 +8,9 @@ further query rows, so keys are never repeated.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -121,27 +123,23 @@ def current_plan() -> AttentionPlan | None:
     return _current.plan
 
 
-class use_plan:
-    """Context manager: attention follows this plan."""
-
-    def __init__(self, plan: AttentionPlan) -> None:
-        self._plan = plan
-
-    def __enter__(self) -> None:
-        _current.plan = self._plan
-
-    def __exit__(self, *_: object) -> None:
+@contextlib.contextmanager
+def use_plan(plan: AttentionPlan) -> Iterator[None]:
+    """Make attention follow this plan."""
+    _current.plan = plan
+    try:
+        yield
+    finally:
         _current.plan = None
 
 
-class record_layers:
-    """Context manager: attention only records what each layer would store."""
-
-    def __enter__(self) -> dict[int, LayerShape]:
-        _current.probe = {}
-        return _current.probe
-
-    def __exit__(self, *_: object) -> None:
+@contextlib.contextmanager
+def record_layers() -> Iterator[dict[int, LayerShape]]:
+    """Make attention only record what each layer would store."""
+    _current.probe = {}
+    try:
+        yield _current.probe
+    finally:
         _current.probe = None
 
 

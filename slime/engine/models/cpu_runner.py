@@ -47,20 +47,16 @@ class CpuRunner:
         self._cache = cache
         self._table = torch.from_numpy(scheduler.page_table)  # shares its memory
         self._sampling = make_sampling_state(len(scheduler.page_table), cache.device)
-        self._padding_row = scheduler.padding_row
-        self._row_slots = scheduler.row_slots
         self._scheduler = scheduler
         self._deterministic = deterministic
 
     @torch.inference_mode()
     def launch(self, step: Step) -> FinishedStep:
-        starting = [span.request for span in step.prefill if span.samples]
-        if starting:
-            set_sampling_state(self._sampling, starting)
+        set_sampling_state(self._sampling, step)
         if self._cache.states is not None and self._scheduler.states is not None:
             self._cache.states.copy(self._scheduler.states.copies)
         batch = make_batch(step)
-        parts = split_fixed(batch, self._padding_row) if self._deterministic else [batch]
+        parts = split_fixed(batch, self._scheduler.padding_row) if self._deterministic else [batch]
         return FinishedStep(output=join_outputs([self._forward(part) for part in parts]))
 
     def invalidate(self) -> None:
@@ -69,15 +65,14 @@ class CpuRunner:
     def _forward(self, batch: StepBatch) -> StepOutput:
         ids, rows, positions = map(torch.from_numpy, (batch.ids, batch.rows, batch.positions))
         ids = torch.where(ids < 0, self._sampling.last_tokens.index_select(0, rows), ids)
-        adapters = group_rows(
-            self._row_slots[batch.rows], self._cache.device, fixed=self._deterministic
-        )
+        slots = self._scheduler.row_slots[batch.rows]
+        adapters = group_rows(slots, self._cache.device, fixed=self._deterministic)
         tokens = Tokens(ids=ids, positions=positions, rows=rows, adapters=adapters)
         if batch.rope is not None and self._tower is not None:
             tokens.rope = torch.from_numpy(batch.rope).long()
             tokens.images = self._tower.inputs(batch.images)
         if self._cache.states is not None:
-            row, fixed = self._padding_row, self._deterministic
+            row, fixed = self._scheduler.padding_row, self._deterministic
             tokens.states = plan_states(batch, self._cache.states, row, fixed=fixed)
         if len(batch.sampled) == len(ids):  # a token is sampled after each of them
             logits = self._model(tokens, self._cache, self._table)

@@ -10,8 +10,6 @@ mode every token is a row, in CUDA graphs of one batch size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
@@ -31,7 +29,6 @@ from slime.engine.models.vision_tower import VisionTower
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling import (
     make_sampling_state,
-    sample_all,
     sample_special,
     score,
     set_sampling_state,
@@ -90,9 +87,7 @@ class CudaRunner:
         self._send_pages()
         if self._cache.states is not None and self._scheduler.states is not None:
             self._cache.states.copy(self._scheduler.states.copies)
-        starting = [span.request for span in step.prefill if span.samples]
-        if starting:
-            set_sampling_state(self._sampling, starting)
+        set_sampling_state(self._sampling, step)
         if self._deltas is not None and step.prefill:
             # For every chunk: deterministic mode reads it before the last chunk of a prompt.
             pairs = [[span.request.row, span.request.rope_delta] for span in step.prefill]
@@ -118,42 +113,37 @@ class CudaRunner:
             self._lora_graphs.invalidate()
 
     def _decode(self, step: Step, pending: PendingCudaStep) -> None:
-        count = len(step.decoding)
         # The longest sequences first, so that the last wave of programs has short ones.
         order = np.argsort(-step.positions, kind="stable")
-        requests, positions = [step.decoding[i] for i in order], step.positions[order]
-        inputs = self._rows_input(self._graphs.padded(count))
-        inputs[0, :count] = LAST_SAMPLED
-        inputs[1, :count] = inputs[3, :count] = step.rows[order]
-        inputs[2, :count] = positions
-        outputs = self._run_rows(inputs)
-        special = sample_special(
-            outputs.logits,
-            requests,
-            outputs.tokens,
-            outputs.log_probs,
-            self._sampling,
-            positions,
-        )
-        pending.add(requests, outputs.tokens[:count], outputs.log_probs[:count], special)
+        requests = [step.decoding[i] for i in order]
+        ids = np.full(len(requests), LAST_SAMPLED, np.int32)
+        self._sample_rows(ids, step.rows[order], step.positions[order], requests, pending)
 
     def _verify(self, batch: StepBatch, pending: PendingCudaStep) -> None:
         """Compute newest and draft tokens, one per row; a token is sampled after each of them."""
         most = self._scheduler.max_running
         for first in range(0, len(batch.ids), most):
             part = slice(first, first + most)
-            requests, positions = batch.sampled[part], batch.positions[part]
-            count = len(requests)
-            inputs = self._rows_input(self._graphs.padded(count))
-            inputs[0, :count] = batch.ids[part]
-            inputs[1, :count] = inputs[3, :count] = batch.rows[part]
-            inputs[2, :count] = positions
-            outputs = self._run_rows(inputs)
-            tokens, log_probs = outputs.tokens[:count], outputs.log_probs[:count]
-            special = sample_special(
-                outputs.logits, requests, tokens, log_probs, self._sampling, positions
-            )
-            pending.add(requests, tokens, log_probs, special)
+            arrays = (batch.ids[part], batch.rows[part], batch.positions[part])
+            self._sample_rows(*arrays, batch.sampled[part], pending)
+
+    def _sample_rows(
+        self,
+        ids: np.ndarray,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        requests: list[Request],
+        pending: PendingCudaStep,
+    ) -> None:
+        """Compute one token per row in a CUDA graph, and sample the token after each."""
+        count = len(requests)
+        inputs = self._rows_input(self._graphs.padded(count))
+        inputs[0, :count] = ids
+        inputs[1, :count] = inputs[3, :count] = rows
+        inputs[2, :count] = positions
+        outputs = self._run_rows(inputs)
+        sampled = outputs.tokens[:count], outputs.log_probs[:count]
+        self._add_sampled(outputs.logits, *sampled, requests, positions, pending)
 
     def _prefill(self, batch: StepBatch, pending: PendingCudaStep) -> None:
         tiles = _tiles(batch.counts)
@@ -183,16 +173,9 @@ class CudaRunner:
         logits = self._model(tokens, self._cache, self._table, outputs)
         count = len(batch.sampled)
         if count:
-            sampled = sample_all(
-                self._kernels,
-                logits[:count],
-                batch.sampled,
-                of[:count],
-                at[:count],
-                self._sampling,
-                batch.positions[batch.sampled_at],
-            )
-            pending.add(batch.sampled, *sampled)
+            sampled_logits, where = logits[:count], batch.positions[batch.sampled_at]
+            sampled = self._kernels.sample(sampled_logits, of[:count], at[:count], self._sampling)
+            self._add_sampled(sampled_logits, *sampled, batch.sampled, where, pending)
         if batch.scored:
             positions = batch.positions[batch.scored_at].tolist()
             pending.scored += score(logits[count:], batch.scored, positions)
@@ -214,20 +197,27 @@ class CudaRunner:
             else:
                 outputs = self._forward_images(inputs, part)
             if part.sampled:
-                self._add_sampled(outputs, part, pending)
+                at = torch.from_numpy(part.sampled_at).to(self._cache.device)
+                logits, tokens = outputs.logits[at], outputs.tokens[at]
+                log_probs, where = outputs.log_probs[at], part.positions[part.sampled_at]
+                self._add_sampled(logits, tokens, log_probs, part.sampled, where, pending)
             if part.scored:
                 at = torch.from_numpy(part.scored_at).to(self._cache.device)
                 positions = part.positions[part.scored_at].tolist()
                 pending.scored += score(outputs.logits[at], part.scored, positions)
 
-    def _add_sampled(self, outputs: RowOutputs, part: StepBatch, pending: PendingCudaStep) -> None:
-        index = torch.from_numpy(part.sampled_at).to(self._cache.device)
-        logits, tokens, log_probs = (
-            x[index] for x in (outputs.logits, outputs.tokens, outputs.log_probs)
-        )
-        positions = part.positions[part.sampled_at]
-        special = sample_special(logits, part.sampled, tokens, log_probs, self._sampling, positions)
-        pending.add(part.sampled, tokens, log_probs, special)
+    def _add_sampled(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        log_probs: torch.Tensor,
+        requests: list[Request],
+        positions: np.ndarray,
+        pending: PendingCudaStep,
+    ) -> None:
+        """Add the tokens that the kernel sampled, resampled for requests with special parameters."""
+        special = sample_special(logits, requests, tokens, log_probs, self._sampling, positions)
+        pending.add(requests, tokens, log_probs, special)
 
     def _run_rows(self, inputs: np.ndarray) -> RowOutputs:
         """Replay the graph without adapters, unless one of the rows has an adapter.
@@ -266,13 +256,10 @@ class CudaRunner:
         return inputs
 
     def _send_pages(self) -> None:
-        writes = self._scheduler.page_writes
-        if not writes:
-            return
         width = self._table.shape[1]
         pages = {  # the last write to each place wins
             row * width + first + i: page
-            for row, first, new in writes
+            for row, first, new in self._scheduler.page_writes
             for i, page in enumerate(new)
         }
         if not pages:
@@ -288,7 +275,8 @@ class PendingCudaStep:
     def __init__(self) -> None:
         self.blocks_next_step = False
         self.scored: list[tuple[Request, float]] = []
-        self._parts: list[_Part] = []
+        # Requests, and the token and log-prob of each.
+        self._parts: list[tuple[list[Request], torch.Tensor, torch.Tensor]] = []
         self._event = torch.cuda.Event()
 
     def add(
@@ -298,9 +286,7 @@ class PendingCudaStep:
         log_probs: torch.Tensor,
         special: bool,
     ) -> None:
-        self._parts.append(
-            _Part(requests=requests, tokens=_to_host(tokens), log_probs=_to_host(log_probs))
-        )
+        self._parts.append((requests, _to_host(tokens), _to_host(log_probs)))
         self.blocks_next_step = self.blocks_next_step or special
 
     def record(self) -> None:
@@ -309,18 +295,11 @@ class PendingCudaStep:
     def wait(self) -> StepOutput:
         self._event.synchronize()
         output = StepOutput(requests=[], tokens=[], log_probs=[], scored=self.scored)
-        for part in self._parts:
-            output.requests += part.requests
-            output.tokens += part.tokens.tolist()
-            output.log_probs += part.log_probs.tolist()
+        for requests, tokens, log_probs in self._parts:
+            output.requests += requests
+            output.tokens += tokens.tolist()
+            output.log_probs += log_probs.tolist()
         return output
-
-
-@dataclass(kw_only=True, eq=False)
-class _Part:
-    requests: list[Request]
-    tokens: torch.Tensor
-    log_probs: torch.Tensor
 
 
 def _tiles(counts: list[int]) -> np.ndarray:

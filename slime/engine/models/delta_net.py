@@ -11,6 +11,7 @@ prompt into chunks. Rounds then hold at most one token of each row and always ha
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +31,9 @@ from slime.algorithms.delta_layers import (
     project,
 )
 from slime.algorithms.gated_delta import DeltaHeads
+from slime.engine.kv_cache import StateCache, StateShape
 from slime.engine.models.attention import current_plan
 from slime.engine.scheduler.step import StepBatch
-from slime.engine.state_cache import StateCache, StateShape
 
 
 @dataclass(kw_only=True, eq=False)
@@ -112,7 +113,7 @@ def serve_delta_nets(model: PreTrainedModel) -> None:
     Outside of the engine's forwards they are unchanged: the check at startup compares with that.
     """
     for net in find_delta_nets(model):
-        net.forward = _ServedDeltaNet(net)
+        net.forward = functools.partial(_continue_states, net, net.forward)
 
 
 def state_shape(model: PreTrainedModel) -> StateShape | None:
@@ -127,16 +128,13 @@ def state_shape(model: PreTrainedModel) -> StateShape | None:
     )
 
 
-class _ServedDeltaNet:
-    def __init__(self, module: Any) -> None:
-        self._module, self._original = module, module.forward
-
-    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        plan = current_plan()
-        if plan is None:
-            return self._original(hidden_states, *args, **kwargs)
-        assert plan.states is not None, "the engine has no states for this model"
-        net = self._module
-        inputs, z = project(net, hidden_states)
-        out = plan.states.run(net.layer_idx, inputs, conv_weight(net), heads_of(net))
-        return finish(net, out, z).unsqueeze(0)
+def _continue_states(
+    net: Any, original: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    plan = current_plan()
+    if plan is None:
+        return original(hidden_states, *args, **kwargs)
+    assert plan.states is not None, "the engine has no states for this model"
+    inputs, z = project(net, hidden_states)
+    out = plan.states.run(net.layer_idx, inputs, conv_weight(net), heads_of(net))
+    return finish(net, out, z).unsqueeze(0)

@@ -21,7 +21,6 @@ from slime.engine.kernels.interface import (
     Heads,
     Kernels,
     MoeKernels,
-    Pages,
     QueryKeyNorm,
     Rotary,
     Tokens,
@@ -30,6 +29,7 @@ from slime.engine.kv_cache import KVCache, LayerShape
 from slime.engine.models.fused_weights import Projection, register_tensor
 from slime.engine.models.hybrid_layers import (
     DeltaNet,
+    Forward,
     GatedAttention,
     SharedExpertMoe,
     is_hybrid,
@@ -90,8 +90,9 @@ class FastModel:
         if tokens.rope is not None:
             rotary = self._gather_rotary(tokens.rope)
             tokens.angles = torch.arange(len(hidden), dtype=torch.int32, device=hidden.device)
+        forward = Forward(tokens=tokens, cache=cache, table=table, rotary=rotary)
         for number, layer in enumerate(self._layers):
-            delta = layer(hidden, delta, tokens, cache, table, rotary)
+            delta = layer(hidden, delta, forward)
             if images is not None and number < len(images.deepstack):
                 hidden.index_add_(0, images.at, images.deepstack[number])
         if outputs is not None:
@@ -140,17 +141,11 @@ class _Layer:
         self._mlp = _make_mlp(layer.mlp, kernels, lora)
 
     def __call__(
-        self,
-        hidden: torch.Tensor,
-        delta: torch.Tensor | None,
-        tokens: Tokens,
-        cache: KVCache,
-        table: torch.Tensor,
-        rotary: Rotary,
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, forward: Forward
     ) -> torch.Tensor:
         """Add `delta`, the output of the layer before, to `hidden` in place; return the output of this layer."""
-        delta = self.mixer(self._before(hidden, delta), tokens, cache, table, rotary)
-        return self._mlp(self._after(hidden, delta), tokens.adapters)
+        delta = self.mixer(self._before(hidden, delta), forward)
+        return self._mlp(self._after(hidden, delta), forward.tokens.adapters)
 
 
 class _Attention:
@@ -166,20 +161,13 @@ class _Attention:
         self._out = Projection(attention, "out", (attention.o_proj,), kernels, lora, split_k=True)
         self._qk_norm = _make_qk_norm(attention)
 
-    def __call__(
-        self,
-        normed: torch.Tensor,
-        tokens: Tokens,
-        cache: KVCache,
-        table: torch.Tensor,
-        rotary: Rotary,
-    ) -> torch.Tensor:
-        kernels, heads, adapters = self._kernels, self.heads, tokens.adapters
-        pages = Pages(keys=cache.keys[self.index], values=cache.values[self.index], table=table)
-        qkv = self._qkv(normed, adapters)
-        kernels.rope_store(qkv, tokens, heads, pages, rotary, self._qk_norm)
+    def __call__(self, normed: torch.Tensor, forward: Forward) -> torch.Tensor:
+        kernels, heads, tokens = self._kernels, self.heads, forward.tokens
+        pages = forward.pages(self.index)
+        qkv = self._qkv(normed, tokens.adapters)
+        kernels.rope_store(qkv, tokens, heads, pages, forward.rotary, self._qk_norm)
         attended = kernels.attend(qkv, tokens, heads, pages, self._scale, self._window)
-        return self._out(attended, adapters)
+        return self._out(attended, tokens.adapters)
 
 
 class _GatedMlp:
@@ -268,8 +256,7 @@ def _rope_axes(body: Any, model: PreTrainedModel) -> torch.Tensor:
     if is_hybrid(model):
         rotary = spread_rotary(rotary, body.config.head_dim)
     axes = rotary.sines.abs().argmax(0)
-    register_tensor(body, "axes", axes)
-    return axes
+    return register_tensor(body, "axes", axes)
 
 
 @torch.no_grad()
@@ -281,10 +268,8 @@ def _make_rotary(body: Any, model: PreTrainedModel, context_len: int) -> Rotary:
     for start in range(0, context_len + 1, _ROPE_CHUNK):
         end = min(start + _ROPE_CHUNK, context_len + 1)
         positions = torch.arange(start, end, device=like.device)[None]  # [1, T]
-        if hasattr(
-            body.rotary_emb, "mrope_section"
-        ):  # transformers before 5.18 only takes [3, 1, T]
-            positions = positions.expand(3, 1, -1)
+        if hasattr(body.rotary_emb, "mrope_section"):
+            positions = positions.expand(3, 1, -1)  # transformers before 5.18 only takes [3, 1, T]
         cos, sin = body.rotary_emb(like, positions)
         cosines.append(cos[0])
         sines.append(sin[0])

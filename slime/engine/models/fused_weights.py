@@ -84,6 +84,7 @@ def join_linears(
     return weight, bias
 
 
-def register_tensor(owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Register a non-persistent buffer, so that the tensor moves with the module."""
+def register_tensor(owner: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Register a non-persistent buffer, so that the tensor moves with the module; return the tensor."""
     owner.register_buffer(f"fused_{name}", tensor, persistent=False)
+    return tensor

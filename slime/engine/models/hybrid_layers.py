@@ -10,6 +10,7 @@ pairs; scores do not depend on the order::
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -31,6 +32,20 @@ from slime.engine.models.fused_weights import Projection, register_tensor
 
 if TYPE_CHECKING:
     from slime.engine.lora.bank import LoraBank
+
+
+@dataclass(kw_only=True, eq=False)
+class Forward:
+    """What the layers of a forward have in common."""
+
+    tokens: Tokens
+    cache: KVCache
+    table: torch.Tensor  # the page table
+    rotary: Rotary
+
+    def pages(self, layer: int) -> Pages:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        return Pages(keys=keys, values=values, table=self.table)
 
 
 def is_hybrid(model: PreTrainedModel) -> bool:
@@ -58,57 +73,42 @@ def _dim_order(dim: int, pairs: int) -> torch.Tensor:
 class GatedAttention:
     def __init__(self, attention: Any, kernels: Kernels, lora: LoraBank | None, pairs: int) -> None:
         self.index: int = attention.layer_idx
-        self._kernels, self._attention = kernels, attention
+        self._kernels = kernels
         self._scale: float = attention.scaling
-        dim, projections = (
-            attention.head_dim,
-            (attention.q_proj, attention.k_proj, attention.v_proj),
-        )
-        query, key = (p.out_features // dim for p in (attention.q_proj, attention.k_proj))
+        dim, device = attention.head_dim, attention.q_proj.weight.device
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        query, key, _ = (p.out_features // dim for p in projections)
         self.heads = Heads(num_query=query // 2, num_key=key, dim=dim)
         self._fused = Projection(attention, "qkv", projections, kernels, lora)
         self._out = Projection(attention, "out", (attention.o_proj,), kernels, lora, split_k=True)
         order = _dim_order(dim, pairs)
-        register_tensor(attention, "order", order.to(attention.q_proj.weight.device))
-        columns = self._columns(order).to(attention.q_proj.weight.device)
-        register_tensor(attention, "columns", columns)
+        self._columns = register_tensor(attention, "columns", self._fused_columns(order).to(device))
+        # The parameters themselves, in Hugging Face's order and minus one, so that updates apply.
+        self._qk_norm = QueryKeyNorm(
+            query=attention.q_norm.weight,
+            key=attention.k_norm.weight,
+            eps=attention.q_norm.eps,
+            order=register_tensor(attention, "order", order.to(device)),
+        )
 
-    def _columns(self, order: torch.Tensor) -> torch.Tensor:
+    def _fused_columns(self, order: torch.Tensor) -> torch.Tensor:
         """Return the columns of queries, keys and values in the fused matmul."""
         heads, dim = self.heads, self.heads.dim
-        starts = (
-            2 * dim * torch.arange(heads.num_query)[:, None]
-        )  # a query and its gate side by side
+        # A query and its gate are side by side.
+        starts = 2 * dim * torch.arange(heads.num_query)[:, None]
         keys = 2 * dim * heads.num_query + dim * torch.arange(heads.num_key)[:, None]
         values = keys.max() + dim + torch.arange(dim * heads.num_key)
         return torch.cat([(starts + order).flatten(), (keys + order).flatten(), values])
 
-    def __call__(
-        self,
-        normed: torch.Tensor,
-        tokens: Tokens,
-        cache: KVCache,
-        table: torch.Tensor,
-        rotary: Rotary,
-    ) -> torch.Tensor:
-        kernels, heads, adapters = self._kernels, self.heads, tokens.adapters
-        pages = Pages(keys=cache.keys[self.index], values=cache.values[self.index], table=table)
-        fused = self._fused(normed, adapters)
-        qkv = fused.index_select(1, self._attention.fused_columns)
-        kernels.rope_store(qkv, tokens, heads, pages, rotary, self._qk_norm())
+    def __call__(self, normed: torch.Tensor, forward: Forward) -> torch.Tensor:
+        kernels, heads, tokens = self._kernels, self.heads, forward.tokens
+        pages = forward.pages(self.index)
+        fused = self._fused(normed, tokens.adapters)
+        qkv = fused.index_select(1, self._columns)
+        kernels.rope_store(qkv, tokens, heads, pages, forward.rotary, self._qk_norm)
         attended = kernels.attend(qkv, tokens, heads, pages, self._scale, None)
         attended = kernels.gate_heads(attended, fused, heads.dim)
-        return self._out(attended, adapters)
-
-    def _qk_norm(self) -> QueryKeyNorm:
-        """Return the parameters themselves, in Hugging Face's order and minus one, so that updates apply."""
-        attention = self._attention
-        return QueryKeyNorm(
-            query=attention.q_norm.weight,
-            key=attention.k_norm.weight,
-            eps=attention.q_norm.eps,
-            order=attention.fused_order,
-        )
+        return self._out(attended, tokens.adapters)
 
 
 class DeltaNet:
@@ -122,23 +122,16 @@ class DeltaNet:
         self._out = Projection(net, "out", (net.out_proj,), kernels, lora, split_k=True)
         width = net.value_dim
         self._widths = [net.conv_dim, width, net.num_v_heads, net.num_v_heads]  # qkv, z, b, a
-        columns = _interleaved_columns(net).to(net.out_proj.weight.device) if interleaved else None
-        self._interleaved = interleaved
-        if columns is not None:
-            register_tensor(net, "columns", columns)
+        self._columns: torch.Tensor | None = None
+        if interleaved:
+            columns = _interleaved_columns(net).to(net.out_proj.weight.device)
+            self._columns = register_tensor(net, "columns", columns)
 
-    def __call__(
-        self,
-        normed: torch.Tensor,
-        tokens: Tokens,
-        cache: KVCache,
-        table: torch.Tensor,
-        rotary: Rotary,
-    ) -> torch.Tensor:
-        kernels, net, adapters = self._kernels, self._net, tokens.adapters
-        fused = self._fused(normed, adapters)
-        if self._interleaved:
-            fused = fused.index_select(1, net.fused_columns)
+    def __call__(self, normed: torch.Tensor, forward: Forward) -> torch.Tensor:
+        kernels, net, tokens, cache = self._kernels, self._net, forward.tokens, forward.cache
+        fused = self._fused(normed, tokens.adapters)
+        if self._columns is not None:
+            fused = fused.index_select(1, self._columns)
         qkv, z, b, a = fused.split(self._widths, dim=1)
         decay, beta = kernels.delta_gates(a, b, net.A_log, net.dt_bias)
         inputs = DeltaInputs(mixed_qkv=qkv, decay=decay, beta=beta)
@@ -149,7 +142,7 @@ class DeltaNet:
         else:
             out = tokens.states.run(self.index, inputs, conv_weight(net), self.heads)
         gated = kernels.gated_norm(out, z, net.norm.weight, net.layer_norm_epsilon)
-        return self._out(gated, adapters)
+        return self._out(gated, tokens.adapters)
 
 
 def _interleaved_columns(net: Any) -> torch.Tensor:

@@ -48,13 +48,15 @@ def load_model(args: EngineArgs, device: torch.device) -> PreTrainedModel:
         "attn_implementation": IMPLEMENTATION,
         "trust_remote_code": args.trust_remote_code,
     }
-    if takes_images(args.model_path, config, args.load_format):
+    auto: Any = AutoModelForCausalLM
+    if _takes_images(args, config):
+        auto = AutoModelForImageTextToText
         options["attn_implementation"] = {"text_config": IMPLEMENTATION, "vision_config": "sdpa"}
     if args.enable_deterministic_inference:
         # One matmul per token and expert: a loop over experts has shapes that depend on the routing of
         # all tokens of the batch.
         options["experts_implementation"] = "batched_mm"
-    model = _make_model(args, config, options, device)
+    model = _make_model(args, config, auto, options, device)
     torch.nn.Module.to(model, device)
     model.eval()
     for parameter in model.parameters():
@@ -65,12 +67,15 @@ def load_model(args: EngineArgs, device: torch.device) -> PreTrainedModel:
 
 
 def _make_model(
-    args: EngineArgs, config: PreTrainedConfig, options: dict[str, Any], device: torch.device
+    args: EngineArgs,
+    config: PreTrainedConfig,
+    auto: Any,
+    options: dict[str, Any],
+    device: torch.device,
 ) -> PreTrainedModel:
     try:
         if args.load_format != "dummy":
-            return _load_weights(args, config, options)
-        auto: Any = _auto_class(args, config)
+            return _load_weights(args, config, auto, options)
         with torch.device(device):
             return cast(PreTrainedModel, auto.from_config(config, **options))
     except KeyError as error:  # in the model's table of attention implementations
@@ -82,22 +87,16 @@ def _make_model(
         ) from error
 
 
-def takes_images(model_path: str, config: PreTrainedConfig, load_format: str = "auto") -> bool:
+def _takes_images(args: EngineArgs, config: PreTrainedConfig) -> bool:
     """Return whether to load the vision tower: Qwen3.5 also has checkpoints without one."""
     if config.model_type not in VISION:
         return False
     if type(config) not in AutoModelForCausalLM._model_mapping:
         return True
-    folder = Path(model_path)
-    stored = load_format == "dummy" or any(
-        in_tower(name) for name in weight_names(model_path, "--model-path")
+    stored = args.load_format == "dummy" or any(
+        in_tower(name) for name in weight_names(args.model_path, "--model-path")
     )
-    return stored and (folder / "preprocessor_config.json").is_file()
-
-
-def _auto_class(args: EngineArgs, config: PreTrainedConfig) -> Any:
-    with_tower = takes_images(args.model_path, config, args.load_format)
-    return AutoModelForImageTextToText if with_tower else AutoModelForCausalLM
+    return stored and (Path(args.model_path) / "preprocessor_config.json").is_file()
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> frozenset[int]:
@@ -175,7 +174,7 @@ def _load_config(args: EngineArgs) -> PreTrainedConfig:
 
 
 def _load_weights(
-    args: EngineArgs, config: PreTrainedConfig, options: dict[str, Any]
+    args: EngineArgs, config: PreTrainedConfig, auto: Any, options: dict[str, Any]
 ) -> PreTrainedModel:
     """Load the weights; a missing tensor is an error, where transformers would initialize it at random.
 
@@ -183,13 +182,11 @@ def _load_weights(
     """
     check_weights(args.model_path, "--model-path")
     try:
-        auto = _auto_class(args, config)
-        loaded: Any = load_causal_lm(
+        model, report = load_causal_lm(
             args.model_path, config, auto=auto, output_loading_info=True, **options
         )
     except (AssertionError, OSError, RuntimeError, ValueError) as error:
         raise UserError(f"--model-path {args.model_path}: {_first_line(error)}") from error
-    model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
         raise UserError(

@@ -21,7 +21,7 @@ from slime.data.images import ImageProcessor, load_image_processor
 from slime.engine.arguments import EngineArgs
 from slime.engine.kernels.cpu_kernels import SOURCE, CpuKernels
 from slime.engine.kernels.interface import Kernels
-from slime.engine.kv_cache import KVCache, LayerShape
+from slime.engine.kv_cache import KVCache, LayerShape, StateCache
 from slime.engine.lora.store import make_bank
 from slime.engine.models.attention import record_layers
 from slime.engine.models.cpu_runner import CpuRunner
@@ -35,7 +35,6 @@ from slime.engine.models.vision_tower import VisionTower
 from slime.engine.scheduler.scheduler import Scheduler
 from slime.engine.scheduler.speculation import PendingDraftStep
 from slime.engine.scheduler.step import PendingStep, Step
-from slime.engine.state_cache import StateCache
 from slime.utils.compiled import load_library
 from slime.utils.device import device_type
 
@@ -65,8 +64,8 @@ def find_kernels(args: EngineArgs, model: PreTrainedModel) -> Kernels | str:
         return f"the fast forward has no activation {config.hidden_act!r}"
     if body.rotary_emb.rope_type not in _STATIC_ROPE:
         return f"the fast forward has no RoPE of type {body.rotary_emb.rope_type!r}"
-    whole = is_hybrid(model) or 2 * body.rotary_emb.inv_freq.shape[-1] == _head_dim(body)
-    if not whole:
+    rotated = 2 * body.rotary_emb.inv_freq.shape[-1]
+    if not is_hybrid(model) and rotated != body.layers[0].self_attn.head_dim:
         return "the fast forward has no partial RoPE"
     if model.device.type == "cuda":
         try:
@@ -78,10 +77,6 @@ def find_kernels(args: EngineArgs, model: PreTrainedModel) -> Kernels | str:
         return f"the CPU kernels compute in float32, not in {model.dtype}"
     library = load_library(SOURCE)
     return "gcc did not compile the CPU kernels" if library is None else CpuKernels(library)
-
-
-def _head_dim(body: Any) -> int:
-    return body.layers[0].self_attn.head_dim
 
 
 class StepRunner(Protocol):

@@ -14,14 +14,13 @@ import torch
 from transformers import PreTrainedModel
 
 from slime.core.errors import UserError
-from slime.engine.kv_cache import KVCache, LayerShape
+from slime.engine.kv_cache import KVCache, LayerShape, StateCache, StateShape
 from slime.engine.models.attention import IMPLEMENTATION
 from slime.engine.models.plain_runner import PlainRunner
 from slime.engine.radix_cache import PagePool
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.sampling_params import SamplingParams
 from slime.engine.scheduler.scheduler import Scheduler
-from slime.engine.state_cache import StateCache, StateShape
 
 logger = logging.getLogger(__name__)
 _PROMPT, _OUTPUT, _CHUNK = 24, 4, 14  # tokens: both prompts are prefilled in chunks, batched

@@ -84,10 +84,8 @@ def place_images(tokens: list[int], images: list[bytes], processor: ImageProcess
         grids = [processor.pixels(data).grid for data in images]
     except UserError as error:
         raise RequestError(f"`image_data`: {error}") from None
-    counts, found = (
-        [processor.num_tokens(grid) for grid in grids],
-        tokens.count(processor.image_token),
-    )
+    counts = [processor.num_tokens(grid) for grid in grids]
+    found = tokens.count(processor.image_token)
     if found != sum(counts):
         raise RequestError(
             f"the prompt has {found} image tokens (id {processor.image_token}), and its {len(images)} images "

@@ -139,21 +139,11 @@ class Request:
             self.output_log_probs.append(log_prob)
         if not starts or starts[-1][0] != version:
             starts.append((version, count - 1))
-        if (
-            token in self.eos_ids
-            or token in params.stop_token_ids
-            or count == params.max_new_tokens
-        ):
-            self.finish = self._finish_by(token, count)
+        ends = token in self.eos_ids or token in params.stop_token_ids
+        if ends and count > params.min_new_tokens:  # stop strings are checked elsewhere
+            self.finish = FinishReason(kind="stop", matched=token)
+        elif count == params.max_new_tokens:
+            self.finish = FinishReason(kind="length")
         if self.constraint is not None and self.constraint.error:
             message = f"the constraint cannot be followed: {self.constraint.error}"
             self.finish = FinishReason(kind="abort", message=message, status_code=400)
-
-    def _finish_by(self, token: int, count: int) -> FinishReason | None:
-        """Return the finish reason due to the token just appended; stop strings are checked elsewhere."""
-        params = self.params
-        if (
-            token in self.eos_ids or token in params.stop_token_ids
-        ) and count > params.min_new_tokens:
-            return FinishReason(kind="stop", matched=token)
-        return FinishReason(kind="length") if count >= params.max_new_tokens else None

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from slime.engine.kernels.interface import Kernels, SamplingState
+from slime.engine.kernels.interface import SamplingState
 from slime.engine.scheduler.request import Request
+from slime.engine.scheduler.step import Step
 
 _SCORED_ROWS = 512  # logits whose log-softmax is computed at a time
 
@@ -28,7 +29,7 @@ def sample(
     next position of each."""
     if positions is None:
         positions = np.array([len(request.token_ids) for request in requests], np.int64)
-    tokens, log_probs = BatchSampler(requests, logits.device).sample(logits, positions)
+    tokens, log_probs = sample_rows(logits, requests, positions)
     return SampledTokens(tokens=tokens.tolist(), log_probs=log_probs.tolist())
 
 
@@ -40,66 +41,58 @@ class SampledTokens:
     log_probs: list[float]
 
 
-class BatchSampler:
-    """The sampling parameters of a batch of requests, one row each."""
+def sample_rows(
+    logits: torch.Tensor, requests: list[Request], positions: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens [R] at these positions of the requests, and their log-probs [R].
 
-    def __init__(self, requests: list[Request], device: torch.device) -> None:
-        params = [request.params for request in requests]
-        self._requests = requests
-        self._streams = _mix(np.array([r.seed for r in requests], np.uint64) + _GOLDEN)
-        scales = [p.scale for p in params]
-        self._scale: torch.Tensor | None = None
-        if any(scale != 1.0 for scale in scales):
-            self._scale = torch.tensor(scales, device=device).unsqueeze(1)
-        self._greedy = torch.tensor([p.greedy for p in params], device=device)
-        self._any_greedy = any(p.greedy for p in params)
-        self._all_greedy = all(p.greedy for p in params)
-        self._filtered = [i for i, p in enumerate(params) if p.filtered]
-        self._shaped = [
-            i for i, p in enumerate(params) if p.penalized or p.min_new_tokens or p.constrained
-        ]
-        self._top_rows = [i for i, r in enumerate(requests) if r.num_top_log_probs]
+    Log-probs are those of softmax(logits / temperature) in fp32, before penalties, biases, constraints
+    and the filters top_k, top_p and min_p: what a trainer computes from the same logits.
+    """
+    logits = logits.float()
+    scales = [request.params.scale for request in requests]
+    scale: torch.Tensor | None = None
+    if any(value != 1.0 for value in scales):
+        scale = torch.tensor(scales, device=logits.device).unsqueeze(1)
+    log_probs = torch.log_softmax(logits if scale is None else logits / scale, dim=-1)
+    with_top = [i for i, request in enumerate(requests) if request.num_top_log_probs]
+    if with_top:
+        _record_top(log_probs[with_top], [requests[i] for i in with_top])
+    distribution, reshaped = log_probs, [(i, r) for i, r in enumerate(requests) if _is_shaped(r)]
+    if reshaped:
+        logits = _shape(logits, reshaped)
+        distribution = torch.log_softmax(logits if scale is None else logits / scale, dim=-1)
+    tokens = _choose(distribution, requests, positions)
+    return tokens, log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
-    def sample(
-        self, logits: torch.Tensor, positions: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens [R] at these positions, and their log-probs [R].
 
-        Log-probs are those of softmax(logits / temperature) in fp32, before penalties, biases, constraints
-        and the filters top_k, top_p and min_p: what a trainer computes from the same logits.
-        """
-        logits = logits.float()
-        log_probs = torch.log_softmax(self._scaled(logits), dim=-1)
-        if self._top_rows:
-            _record_top(log_probs[self._top_rows], [self._requests[i] for i in self._top_rows])
-        shaped = log_probs
-        if self._shaped:
-            logits = _shape(logits, [(i, self._requests[i]) for i in self._shaped])
-            shaped = torch.log_softmax(self._scaled(logits), dim=-1)
-        tokens = self._choose(shaped, positions)
-        return tokens, log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+def _is_shaped(request: Request) -> bool:
+    params = request.params
+    return params.penalized or params.min_new_tokens > 0 or params.constrained
 
-    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self._scale is None else logits / self._scale
 
-    def _choose(self, log_probs: torch.Tensor, positions: np.ndarray) -> torch.Tensor:
-        """Return token ids [R]: the argmax of greedy rows, samples for all other rows."""
-        if self._all_greedy:
-            return log_probs.argmax(dim=-1)
-        probs = log_probs.exp()
-        if self._filtered:
-            requests = [self._requests[i] for i in self._filtered]
-            probs[self._filtered] = _filter(probs[self._filtered], requests)
-        uniform = torch.from_numpy(_uniforms(self._streams, positions)).to(probs.device)
-        total = probs.cumsum(dim=-1, dtype=torch.float64)
-        # The first token whose cumulative weight exceeds the target; its own weight is positive.
-        tokens = torch.searchsorted(
-            total, uniform.unsqueeze(1) * total[:, -1:], right=True
-        ).squeeze(1)
-        tokens = tokens.clamp_(max=probs.shape[1] - 1)
-        if self._any_greedy:
-            tokens = torch.where(self._greedy, log_probs.argmax(dim=-1), tokens)
-        return tokens
+def _choose(
+    log_probs: torch.Tensor, requests: list[Request], positions: np.ndarray
+) -> torch.Tensor:
+    """Return token ids [R]: the argmax of greedy rows, samples for all other rows."""
+    greedy = [request.params.greedy for request in requests]
+    if all(greedy):
+        return log_probs.argmax(dim=-1)
+    probs = log_probs.exp()
+    filtered = [i for i, request in enumerate(requests) if request.params.filtered]
+    if filtered:
+        probs[filtered] = _filter(probs[filtered], [requests[i] for i in filtered])
+    seeds = np.array([request.seed for request in requests], np.uint64)
+    uniform = torch.from_numpy(uniforms(seeds, positions)).to(probs.device)
+    total = probs.cumsum(dim=-1, dtype=torch.float64)
+    # The first token whose cumulative weight exceeds the target; its own weight is positive.
+    target = uniform.unsqueeze(1) * total[:, -1:]
+    tokens = torch.searchsorted(total, target, right=True).squeeze(1)
+    tokens = tokens.clamp_(max=probs.shape[1] - 1)
+    if any(greedy):
+        chosen = torch.tensor(greedy, device=probs.device)
+        tokens = torch.where(chosen, log_probs.argmax(dim=-1), tokens)
+    return tokens
 
 
 def _record_top(log_probs: torch.Tensor, requests: list[Request]) -> None:
@@ -126,10 +119,7 @@ def score(
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return numbers in [0, 1) from 64-bit seeds and positions (splitmix64's finalizer, twice)."""
-    return _uniforms(_mix(seeds.astype(np.uint64) + _GOLDEN), positions)
-
-
-def _uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    streams = _mix(seeds.astype(np.uint64) + _GOLDEN)
     state = _mix(streams + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -176,8 +166,9 @@ def _shape(logits: torch.Tensor, requests: list[tuple[int, Request]]) -> torch.T
             logits[row] -= (
                 counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
             )
-        for token, bias in params.logit_bias.items():
-            logits[row, token] += bias
+        if params.logit_bias:
+            tokens, biases = (torch.from_numpy(x).to(logits.device) for x in params.bias_arrays)
+            logits[row, tokens] += biases
         if request.num_output < params.min_new_tokens:
             logits[row, sorted(request.eos_ids | params.stop_token_ids)] = float("-inf")
         if request.constraint is not None:
@@ -195,8 +186,11 @@ def make_sampling_state(num_rows: int, device: torch.device) -> SamplingState:
     )
 
 
-def set_sampling_state(state: SamplingState, requests: list[Request]) -> None:
+def set_sampling_state(state: SamplingState, step: Step) -> None:
     """Write the parameters of requests that sample their first token to their rows."""
+    requests = [span.request for span in step.prefill if span.samples]
+    if not requests:
+        return
     device = state.seeds.device
     rows = torch.tensor([request.row for request in requests])
     params = [request.params for request in requests]
@@ -251,24 +245,9 @@ def sample_special(
     chosen = [requests[i] for i in special]
     index = torch.tensor(special, device=logits.device)
     following = positions[special].astype(np.int64) + 1
-    sampled, values = BatchSampler(chosen, logits.device).sample(logits[index], following)
+    sampled, values = sample_rows(logits[index], chosen, following)
     tokens[index] = sampled.to(tokens.dtype)
     log_probs[index] = values
     rows = torch.tensor([request.row for request in chosen], device=logits.device)
     state.last_tokens[rows] = sampled.to(state.last_tokens.dtype)
     return True
-
-
-def sample_all(
-    kernels: Kernels,
-    logits: torch.Tensor,
-    requests: list[Request],
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    state: SamplingState,
-    host_positions: np.ndarray,  # `positions`, on the host
-) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Return tokens, log-probs, and whether any request had special parameters."""
-    tokens, log_probs = kernels.sample(logits, rows, positions, state)
-    special = sample_special(logits, requests, tokens, log_probs, state, host_positions)
-    return tokens, log_probs, special

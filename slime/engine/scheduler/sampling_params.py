@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 # Parameters of SGLang that this engine does not support: refused by name, never ignored.
-_UNSUPPORTED = {
-    "stop_regex": None,
-    "beam_width": None,
-    "ebnf": None,
-    "structural_tag": None,
-    "custom_params": None,
-}
+_UNSUPPORTED = {"stop_regex", "beam_width", "ebnf", "structural_tag", "custom_params"}
 _HARMLESS = {"stream_interval"}
 _SMALLEST_TEMPERATURE = 1e-6  # below it, as with SGLang, decoding is greedy
 _LARGEST = 1e30  # a float32 that can still be divided by the smallest temperature
 MOST_REQUESTS = 16384  # of one call: prompts times `n`
 _MOST_STOPS = 64
 _LONGEST_STOP = 1024  # bytes; up to that many tokens are decoded at every step to find it
-_LONGEST_CONSTRAINT = {"json_schema": 1 << 15, "regex": 1 << 12}  # characters
+LONGEST_CONSTRAINT = {"json_schema": 1 << 15, "regex": 1 << 12}  # characters
 
 
 class RequestError(ValueError):
@@ -97,6 +94,13 @@ class SamplingParams:
         """Return whether filters, penalties, biases or a constraint change the distribution."""
         return self.filtered or self.penalized or self.constrained
 
+    @cached_property
+    def bias_arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens and values of `logit_bias`, which may have an entry for every token."""
+        count = len(self.logit_bias)
+        tokens = np.fromiter(self.logit_bias.keys(), np.int64, count)
+        return tokens, np.fromiter(self.logit_bias.values(), np.float32, count)
+
 
 def parse_sampling_params(given: dict[str, Any]) -> SamplingParams:
     """Parse a request's dictionary; RequestError names the first invalid key."""
@@ -125,14 +129,9 @@ def _check(p: SamplingParams) -> None:
     _require(
         p.top_k == -1 or p.top_k >= 1, f"top_k must be -1 (disable) or at least 1, got {p.top_k}."
     )
-    _require(
-        -2.0 <= p.frequency_penalty <= 2.0,
-        f"frequency_penalty must be in [-2, 2], got {p.frequency_penalty}.",
-    )
-    _require(
-        -2.0 <= p.presence_penalty <= 2.0,
-        f"presence_penalty must be in [-2, 2], got {p.presence_penalty}.",
-    )
+    for name in ("frequency_penalty", "presence_penalty"):
+        value = getattr(p, name)
+        _require(-2.0 <= value <= 2.0, f"{name} must be in [-2, 2], got {value}.")
     _require(
         0.0 < p.repetition_penalty <= 2.0,
         f"repetition_penalty must be in (0, 2], got {p.repetition_penalty}.",
@@ -161,7 +160,7 @@ def _check_constraint(p: SamplingParams) -> None:
     _require(
         p.json_schema is None or p.regex is None, "json_schema and regex are mutually exclusive."
     )
-    for name, most in _LONGEST_CONSTRAINT.items():
+    for name, most in LONGEST_CONSTRAINT.items():
         size = len(getattr(p, name) or "")
         _require(size <= most, f"{name} has {size} characters, at most {most}.")
     _require(
@@ -176,7 +175,8 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _wrong(key: str, value: object, wanted: str) -> RequestError:
-    return RequestError(f"sampling parameter `{key}` must be {wanted}, got {value!r}", plain=True)
+    shown = reprlib.repr(value)  # of a deeply nested value `repr` would exceed the recursion limit
+    return RequestError(f"sampling parameter `{key}` must be {wanted}, got {shown}", plain=True)
 
 
 def _integer(key: str, value: object) -> int:

@@ -21,10 +21,10 @@ from collections.abc import Collection
 
 import numpy as np
 
-from slime.engine.radix_cache import PagePool, Prefix
+from slime.engine.radix_cache import PagePool, Prefix, RadixCache, StatePool
 from slime.engine.scheduler.request import Request
 from slime.engine.scheduler.speculation import Drafter
-from slime.engine.scheduler.state_keeper import StateKeeper, make_caches
+from slime.engine.scheduler.state_keeper import StateKeeper
 from slime.engine.scheduler.step import Step, TokenSpan
 
 # Finding the least recently used pages walks the whole tree, so many are evicted at a time.
@@ -46,17 +46,21 @@ class Scheduler:
         self.pool = pool
         self.max_running = max_running
         self.drafter = drafter
-        self._num_saved_states = num_saved_states or 0
-        self.cache, self.states = make_caches(pool, max_running + 1, num_saved_states)
+        # Recurrent states: those of the running requests, the padding state, and the saved ones.
+        self.num_state_rows = max_running + 1 + (num_saved_states or 0)
+        saved: StatePool | None = None
+        if num_saved_states is not None:
+            saved = StatePool(range(max_running + 1, self.num_state_rows))
+        self.cache = RadixCache(pool, saved)
+        self.states = None if saved is None else StateKeeper(self.cache, saved, pool.page_size)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         # The last row is the padding row: its pages are 0, the padding page.
         self.page_table = np.zeros((max_running + 1, max_pages_per_request), np.int32)
         # Slot of the adapter of each row, -1: base model only.
         self.row_slots = np.full(max_running + 1, -1, np.int32)
-        self.page_writes: list[
-            tuple[int, int, list[int]]
-        ] = []  # row, first page, pages; see complete
+        # Row, first page and pages; see complete.
+        self.page_writes: list[tuple[int, int, list[int]]] = []
         self.new_pages: list[int] = []  # with stale contents of earlier requests; see complete
         self.num_retracted = 0
         self._chunk_size = chunk_size
@@ -77,11 +81,6 @@ class Scheduler:
     @property
     def padding_row(self) -> int:
         return self.max_running
-
-    @property
-    def num_state_rows(self) -> int:
-        """Return how many recurrent states there are: running requests', padding and saved ones."""
-        return self.max_running + 1 + self._num_saved_states
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -130,7 +129,7 @@ class Scheduler:
             request.num_computed += 1
             request.num_pending += 1
         for span in step.drafts:
-            self._advance(span.request)
+            self.advance(span.request)
         for span in step.prefill:
             request = span.request
             request.num_computed = span.start + span.count
@@ -146,9 +145,11 @@ class Scheduler:
         if self.states is not None:
             self._save_responses(step, self.states)
 
-    def accept_draft(self, request: Request) -> None:
-        """Account for an accepted draft token: it is in the cache already, and the next one is sampled."""
-        self._advance(request)
+    def advance(self, request: Request) -> None:
+        """Account for one more token in the cache, also an accepted draft token; the next one is sampled."""
+        self._lens[request.row] += 1
+        request.num_computed += 1
+        request.num_pending += 1
 
     def finish(self, request: Request) -> None:
         """Remove a request, running or waiting, and keep its full pages in the prefix cache."""
@@ -208,11 +209,6 @@ class Scheduler:
         self._allocate_pages(request, length + len(draft))
         count = 1 + len(draft)
         return TokenSpan(request=request, start=length - 1, count=count, samples=True, draft=draft)
-
-    def _advance(self, request: Request) -> None:
-        self._lens[request.row] += 1
-        request.num_computed += 1
-        request.num_pending += 1
 
     def _admit(self, spans: list[TokenSpan], budget: int) -> None:
         if not (self.waiting and self._free_rows):

@@ -13,9 +13,9 @@ a row of the request and enter the prefix cache when it ends, as some of its tok
 
 from __future__ import annotations
 
-from slime.engine.radix_cache import PagePool, Prefix, RadixCache, StatePool
+from slime.engine.kv_cache import RESET
+from slime.engine.radix_cache import Prefix, RadixCache, StatePool
 from slime.engine.scheduler.request import Request
-from slime.engine.state_cache import RESET
 
 INTERVAL = 256  # tokens between saved states of a response
 
@@ -23,11 +23,9 @@ INTERVAL = 256  # tokens between saved states of a response
 class StateKeeper:
     """`copies` are (source row, target row) to copy, in order, before the next forward."""
 
-    def __init__(
-        self, cache: RadixCache, pool: StatePool, page_size: int, interval: int = INTERVAL
-    ) -> None:
+    def __init__(self, cache: RadixCache, pool: StatePool, page_size: int) -> None:
         self.copies: list[tuple[int, int]] = []
-        self.interval = -(-interval // page_size) * page_size
+        self.interval = -(-INTERVAL // page_size) * page_size
         self._cache = cache
         self._pool = pool
         self._page_size = page_size
@@ -74,14 +72,3 @@ class StateKeeper:
         if not (cacheable and self._cache.attach_state(text, count, row, key)):
             self._pool.give_back(row)
         request.saved_state = None
-
-
-def make_caches(
-    pool: PagePool, first_row: int, num_saved: int | None
-) -> tuple[RadixCache, StateKeeper | None]:
-    """Return the prefix cache, and the StateKeeper of models with recurrent layers."""
-    if num_saved is None:
-        return RadixCache(pool), None
-    states = StatePool(range(first_row, first_row + num_saved))
-    cache = RadixCache(pool, states)
-    return cache, StateKeeper(cache, states, pool.page_size)

@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
-import orjson
 from aiohttp import web
 
 import slime
 from slime.engine.engine import Engine
 from slime.engine.scheduler.request import Request
-from slime.engine.scheduler.sampling_params import RequestError
+from slime.engine.scheduler.sampling_params import LONGEST_CONSTRAINT, RequestError
 from slime.engine.server.control import CONTROL_ROUTES
 from slime.engine.server.image_data import read_image_data
+from slime.engine.server.json_http import INLINE_BODY, json_reply, parse_json, send_events
 from slime.engine.server.openai_routes import OpenAIRoutes
 from slime.engine.server.protocol import Generation, Limits, encode_text, make_reply, parse_generate
 from slime.engine.server.threads import ReplyHub, Workers
@@ -36,11 +36,9 @@ from slime.utils.http_guard import (
 from slime.utils.machine import process_memory
 
 _CONTROL_BODY = 1024 * MIB  # weight metadata; control routes require the key
-_INLINE_BODY = MIB  # bodies up to this size are parsed on the event loop, larger ones on a thread
 _TEXT_S = 20.0
 _REPLIES_AT_A_TIME = 256
 _HEALTH_POLL = 0.5  # seconds
-_CONSTRAINTS = frozenset({"json_schema", "regex"})
 _OPEN_ROUTES = ("/health", "/health_generate", "/ready")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -87,7 +85,7 @@ class EngineApp:
             return await handler(request)
         except RequestError as error:
             if error.plain:
-                return _json({"error": str(error)}, 400)
+                return json_reply({"error": str(error)}, 400)
             return _error(str(error), 400)
         except Refused as refusal:
             return _error(str(refusal), refusal.status)
@@ -111,23 +109,23 @@ class EngineApp:
             return _error(f"the engine stopped: {self._engine.failure!r}", 503)
         self._hub.check_capacity(len(generation.requests))
         if generation.stream:
-            return await self._stream(http, generation)
+            return await send_events(http, self._events(generation))
         await self._hub.run(generation.requests)
         failed = _failed(generation.requests)
         if failed is not None:
             return failed
         replies: list[dict[str, Any]] = []
         for request in generation.requests:
-            replies.append(self._reply(request, generation))
+            replies.append(make_reply(request, self._engine, generation.with_token_text))
             if len(replies) % _REPLIES_AT_A_TIME == 0:
                 await asyncio.sleep(0)  # let other handlers run
-        return _json(replies if generation.is_batch else replies[0])
+        return json_reply(replies if generation.is_batch else replies[0])
 
     async def _parse(self, data: bytes) -> Generation:
         """Parse small bodies without text, images or constraints on the event loop, others on a thread."""
-        if len(data) > _INLINE_BODY:
-            return await self._workers.run(lambda: self._parse_body(_parse_json(data)))
-        body = _parse_json(data)
+        if len(data) > INLINE_BODY:
+            return await self._workers.run(lambda: self._parse_body(parse_json(data)))
+        body = parse_json(data)
         threaded = isinstance(body, dict) and any(body.get(key) for key in ("text", "image_data"))
         if threaded or constrains(body):
             return await self._workers.run(lambda: self._parse_body(body))
@@ -136,35 +134,18 @@ class EngineApp:
     def _parse_body(self, body: Any) -> Generation:
         codec, limits, deadline = self._engine.codec, self._limits, time.monotonic() + _TEXT_S
         body = read_image_data(body, limits.images, deadline, limits.context_len)
-        return parse_generate(
-            encode_text(body, codec, limits, deadline),
-            codec=codec,
-            limits=limits,
-            eos_ids=self._engine.eos_ids,
-            new_seed=self._engine.new_seed,
-            find_adapter=self._engine.find_adapter,
-        )
+        return parse_generate(encode_text(body, codec, limits, deadline), self._engine, limits)
 
-    async def _stream(self, http: web.Request, generation: Generation) -> web.StreamResponse:
-        """Stream server-sent events; each carries everything generated so far."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        await response.prepare(http)
+    async def _events(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield replies, each with everything generated so far."""
         places = {request: index for index, request in enumerate(generation.requests)}
         async for request in self._hub.stream(generation.requests):
-            reply = _stream_error(request) or self._reply(request, generation)
+            reply = _stream_error(request) or make_reply(
+                request, self._engine, generation.with_token_text
+            )
             if generation.is_batch:
                 reply["index"] = places[request]
-            await response.write(b"data: " + orjson.dumps(reply) + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
-    def _reply(self, request: Request, generation: Generation) -> dict[str, Any]:
-        return make_reply(
-            request,
-            codec=self._engine.codec,
-            weight_version=self._engine.version_of(request),
-            with_token_text=generation.with_token_text,
-        )
+            yield reply
 
     async def _health(self, _: web.Request) -> web.Response:
         """Return 200 if the engine thread responds, or is busy with a call such as a weight update."""
@@ -181,20 +162,20 @@ class EngineApp:
 
     def _info_handler(self, info: Callable[[Engine], dict[str, Any]]) -> Handler:
         async def handle(_: web.Request) -> web.Response:
-            return _json(info(self._engine))
+            return json_reply(info(self._engine))
 
         return handle
 
     def _control_handler(self, route: Callable[..., Awaitable[Any]]) -> Handler:
         async def handle(http: web.Request) -> web.Response:
-            body = _parse_json(await self._bodies.read(http, _CONTROL_BODY) or b"{}")
+            body = parse_json(await self._bodies.read(http, _CONTROL_BODY) or b"{}")
             if not isinstance(body, dict):
                 raise RequestError("the body must be a JSON object")
             reply = await route(self._engine, {**http.query, **body})
             if isinstance(reply, web.Response):
                 return reply
             failed = isinstance(reply, dict) and reply.get("success") is False
-            return _json(reply, 400 if failed else 200)
+            return json_reply(reply, 400 if failed else 200)
 
         return handle
 
@@ -203,7 +184,7 @@ def constrains(body: Any) -> bool:
     """Return whether a body has a schema or regular expression to compile."""
     given = body.get("sampling_params") if isinstance(body, dict) else None
     every = given if isinstance(given, list) else [given]
-    return any(isinstance(one, dict) and not _CONSTRAINTS.isdisjoint(one) for one in every)
+    return any(isinstance(one, dict) and LONGEST_CONSTRAINT.keys() & one for one in every)
 
 
 def _failed(requests: list[Request]) -> web.Response | None:
@@ -221,19 +202,8 @@ def _stream_error(request: Request) -> dict[str, Any] | None:
     return {"error": {"message": finish.message, "type": "abort", "code": finish.status_code}}
 
 
-def _parse_json(data: bytes) -> Any:
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
-
-
-def _json(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
-
-
 def _error(message: str, status: int) -> web.Response:
-    return _json({"error": {"message": message}}, status)
+    return json_reply({"error": {"message": message}}, status)
 
 
 def model_info(engine: Engine) -> dict[str, Any]:

@@ -64,11 +64,11 @@ async def flush_cache(engine: Engine, body: Body) -> web.Response:
 
 
 async def begin_weight_update(engine: Engine, body: Body) -> Body:
-    return await _report(engine, engine.weights.begin_session, exclusive=False)
+    return await _reported(_call(engine, engine.weights.begin_session))
 
 
 async def end_weight_update(engine: Engine, body: Body) -> Body:
-    return await _report(engine, engine.weights.end_session, exclusive=False)
+    return await _reported(_call(engine, engine.weights.end_session))
 
 
 async def update_weights_from_disk(engine: Engine, body: Body) -> Body:
@@ -113,17 +113,14 @@ async def init_weights_update_group(engine: Engine, body: Body) -> Body:
 
 async def destroy_weights_update_group(engine: Engine, body: Body) -> Body:
     name = _get(body, "group_name", str, "weight_update_group")
-    return await _report(engine, lambda: engine.weights.destroy_group(name), exclusive=False)
+    return await _reported(_call(engine, lambda: engine.weights.destroy_group(name)))
 
 
 async def update_weights_from_distributed(engine: Engine, body: Body) -> Body:
     load_format = body.get("load_format")
     if load_format not in (None, "flattened_bucket"):
         raise RequestError(f"load_format must be null or flattened_bucket, got {load_format!r}")
-    metas: list[TensorMeta] = metadata_in_order(
-        _get(body, "names", list), _get(body, "dtypes", list), _get(body, "shapes", list)
-    )
-    group = _get(body, "group_name", str, "weight_update_group")
+    metas, group = _broadcast(body)
 
     def update() -> None:
         engine.weights.require_session("update_weights_from_distributed")
@@ -140,7 +137,7 @@ async def update_weight_version(engine: Engine, body: Body) -> Body:
             engine.abort(lambda request: True)
         engine.weight_version = version
 
-    return {**await _report(engine, update, exclusive=False), "new_version": version}
+    return {**await _reported(_call(engine, update)), "new_version": version}
 
 
 async def load_lora_adapter(engine: Engine, body: Body) -> Body:
@@ -192,11 +189,7 @@ def _from_kept(engine: Engine, body: Body) -> Loader:
 
 
 def _from_group(engine: Engine, body: Body) -> Loader:
-    config = _get(body, "config_dict", dict)
-    group = _get(body, "group_name", str, "weight_update_group")
-    metas = metadata_in_order(
-        _get(body, "names", list), _get(body, "dtypes", list), _get(body, "shapes", list)
-    )
+    config, (metas, group) = _get(body, "config_dict", dict), _broadcast(body)
 
     def load(store: AdapterStore, name: str, version: str) -> Adapter:
         return store.load_tensors(name, config, engine.weights.read_group(metas, group), version)
@@ -311,10 +304,6 @@ async def _call(engine: Engine, function: Callable[[], T], *, exclusive: bool = 
     return await asyncio.wrap_future(engine.call(function, exclusive=exclusive))
 
 
-async def _report(engine: Engine, function: Callable[[], None], *, exclusive: bool) -> Body:
-    return await _reported(_call(engine, function, exclusive=exclusive))
-
-
 async def _reported(work: Awaitable[None]) -> Body:
     """Await the work and return the reply of the weight routes, {"success", "message"}."""
     try:
@@ -339,10 +328,16 @@ async def _update(engine: Engine, body: Body, function: Callable[[], None]) -> B
         if version is not None:
             engine.weight_version = version
 
-    reply = await _report(engine, update, exclusive=True)
+    reply = await _reported(_call(engine, update, exclusive=True))
     if reply["success"] and version is not None:
         reply["message"] += f" Weight version updated to {version}."
     return reply
+
+
+def _broadcast(body: Body) -> tuple[list[TensorMeta], str]:
+    """Return the tensors of a broadcast, and the name of its process group."""
+    lists = (_get(body, name, list) for name in ("names", "dtypes", "shapes"))
+    return metadata_in_order(*lists), _get(body, "group_name", str, "weight_update_group")
 
 
 def _seconds(value: Any) -> float:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-import orjson
 from aiohttp import web
 
 from slime.data import openai_replies as replies
@@ -28,23 +27,18 @@ from slime.data.openai_requests import (
 )
 from slime.engine.engine import Engine
 from slime.engine.scheduler.request import Request
-from slime.engine.scheduler.sampling_params import MOST_REQUESTS, RequestError
+from slime.engine.scheduler.sampling_params import LONGEST_CONSTRAINT, MOST_REQUESTS, RequestError
 from slime.engine.server.image_data import expand_prompts, read_images
+from slime.engine.server.json_http import INLINE_BODY, json_reply, parse_json, send_events
 from slime.engine.server.protocol import Generation, Limits, parse_generate
 from slime.engine.server.threads import ReplyHub, Workers
 from slime.utils.http_guard import BodyReader, Refused
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 logger = logging.getLogger(__name__)
 Chunk = dict[str, Any]
-_CONSTRAINTS = {"json_schema", "regex"}
+_LONGEST_MODEL = 8192  # characters; every chunk of a stream repeats the name
 _TOOL_CALL = "<tool_call>"
 _IMAGES_S = 20.0
-_INLINE_BODY = (
-    1 << 20
-)  # bodies up to this size are parsed on the event loop, larger ones on a thread
 
 
 class OpenAIRoutes:
@@ -78,9 +72,9 @@ class OpenAIRoutes:
 
     async def _read(self, http: web.Request) -> Any:
         data = await self._bodies.read(http)
-        if len(data) > _INLINE_BODY:
-            return await self._workers.run(lambda: _parse_json(data))
-        return _parse_json(data)
+        if len(data) > INLINE_BODY:
+            return await self._workers.run(lambda: parse_json(data))
+        return parse_json(data)
 
     async def _encode_chat(self, api: ChatRequest) -> tuple[list[list[int]], list[list[bytes]]]:
         """Return the prompt and its images, computed on worker threads; rendering has a timeout."""
@@ -92,14 +86,15 @@ class OpenAIRoutes:
                 code="context_length_exceeded",
             )
 
-        def render(tokenizer: PreTrainedTokenizerBase) -> str:
+        def render() -> str:
+            tokenizer = codec.require("a chat template")
             check_template_kwargs(tokenizer, api.template_kwargs)
             if api.tools and drops_tools(tokenizer):
                 self._warn_tools_dropped()
             return render_chat(tokenizer, api.messages, api.tools, api.template_kwargs)
 
-        text = await self._workers.run(lambda: codec.render(render), interruptible=True)
-        ids = await self._workers.run(lambda: codec.encode_rendered(text, context_len))
+        text = await self._workers.run(render, interruptible=True)
+        ids = await self._workers.run(lambda: codec.encode(text, context_len, rendered=True))
         if not api.images:
             return [ids], []
 
@@ -133,10 +128,12 @@ class OpenAIRoutes:
         prompts: list[list[int]],
         images: list[list[bytes]] | None = None,
     ) -> web.StreamResponse:
+        if len(api.model) > _LONGEST_MODEL:
+            raise ApiError(f"`model` may have at most {_LONGEST_MODEL} characters")
         if self._engine.failure is not None:
             raise ApiError(f"the engine stopped: {self._engine.failure!r}", 503)
         # Compiling constraints and decoding images is slow: use a worker thread.
-        if images or api.sampling.keys() & _CONSTRAINTS:
+        if images or api.sampling.keys() & LONGEST_CONSTRAINT:
             generation = await self._workers.run(lambda: self._generation(api, prompts, images))
         else:
             generation = self._generation(api, prompts, images)
@@ -144,12 +141,12 @@ class OpenAIRoutes:
         name = f"{'chatcmpl' if isinstance(api, ChatRequest) else 'cmpl'}-{secrets.token_hex(12)}"
         num_prompt = sum(len(ids) for ids in prompts)
         if api.stream:
-            return await self._stream(http, api, generation, name, num_prompt)
+            return await send_events(http, self._chunks(api, generation, name, num_prompt))
         await self._hub.run(generation.requests)
         answers = [self._make_answer(request, api) for request in generation.requests]
         chat = isinstance(api, ChatRequest)
         reply = replies.chat_reply if chat else replies.completion_reply
-        return _json(reply(name, self._model(api), answers, num_prompt))
+        return json_reply(reply(name, self._model(api), answers, num_prompt))
 
     def _generation(
         self, api: ApiRequest, prompts: list[list[int]], images: list[list[bytes]] | None
@@ -170,15 +167,7 @@ class OpenAIRoutes:
             "stream": api.stream,
             "lora_path": self._adapter_name(api),
         }
-        engine = self._engine
-        return parse_generate(
-            body,
-            codec=engine.codec,
-            limits=self._limits,
-            eos_ids=engine.eos_ids,
-            new_seed=engine.new_seed,
-            find_adapter=engine.find_adapter,
-        )
+        return parse_generate(body, self._engine, self._limits)
 
     def _make_answer(self, request: Request, api: ApiRequest) -> Answer:
         finish = request.finish
@@ -196,10 +185,7 @@ class OpenAIRoutes:
             num_tokens=len(request.output_ids),
             log_probs=self._log_probs(request) if api.log_probs else None,
             weight_version=self._engine.version_of(request),
-            weight_versions=[
-                {"version": span.version, "start": span.start, "end": span.end}
-                for span in request.version_spans
-            ],
+            weight_versions=[asdict(span) for span in request.version_spans],
         )
 
     def _log_probs(self, request: Request, start: int = 0) -> list[TokenLogProb]:
@@ -213,26 +199,10 @@ class OpenAIRoutes:
         tops = request.top_log_probs[start:] or [[]] * len(values)
         return [entry(*row) for row in zip(request.output_ids[start:], values, tops, strict=False)]
 
-    # ---- stream
-
-    async def _stream(
-        self,
-        http: web.Request,
-        api: ApiRequest,
-        generation: Generation,
-        name: str,
-        num_prompt: int,
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        await response.prepare(http)
-        async for chunk in self._chunks(api, generation, name, num_prompt):
-            await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
     async def _chunks(
         self, api: ApiRequest, generation: Generation, name: str, num_prompt: int
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield the events of a streamed reply."""
         requests, model = generation.requests, self._model(api)
         chat = isinstance(api, ChatRequest)
         make = _chat_chunk if chat else replies.completion_chunk
@@ -288,24 +258,13 @@ def _chat_chunk(name: str, model: str, index: int, part: str, answer: Answer | N
     return replies.chat_chunk(name, model, index, delta, answer)
 
 
-def _parse_json(data: bytes) -> Any:
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(f"the body is not JSON: {error}") from error
-
-
 def _error(error: ApiError | RequestError | Refused) -> web.Response:
     if isinstance(error, Refused):
         error = ApiError(str(error), error.status)
     if isinstance(error, RequestError):
         too_long = "context length" in str(error)
         error = ApiError(str(error), code="context_length_exceeded" if too_long else None)
-    return _json(error.body(), error.status)
-
-
-def _json(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+    return json_reply(error.body(), error.status)
 
 
 class TextStream:

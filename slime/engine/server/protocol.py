@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from slime.engine.lora.store import Adapter
 from slime.engine.scheduler.request import FinishReason, Request
@@ -22,6 +22,9 @@ from slime.engine.scheduler.speculation import DraftHistory
 from slime.engine.server.image_data import Images, expand_prompts, place_all
 from slime.engine.server.text import TextCodec
 
+if TYPE_CHECKING:
+    from slime.engine.engine import Engine
+
 # Top-level keys of SGLang that this engine does not support. Keys unknown to SGLang are ignored, as in
 # SGLang.
 _UNSUPPORTED = (
@@ -32,6 +35,7 @@ _UNSUPPORTED = (
 )  # fmt: skip
 _MAX_TOP_LOG_PROBS = 20
 _MAX_TOKENS = 1 << 25  # per call: every copy of a prompt has its own list
+_LONGEST_RID = 512  # characters; each of `n` samples has its own copy
 _RID_PREFIX = f"{secrets.token_hex(8)}-"
 _rid_numbers = itertools.count()
 
@@ -57,19 +61,12 @@ class Generation:
     with_token_text: bool  # return_text_in_logprobs
 
 
-def parse_generate(
-    body: Any,
-    *,
-    codec: TextCodec,
-    limits: Limits,
-    eos_ids: frozenset[int],
-    new_seed: Callable[[], int],
-    find_adapter: Callable[[str], Adapter],
-) -> Generation:
+def parse_generate(body: Any, engine: Engine, limits: Limits) -> Generation:
     """Parse a body whose prompts are token ids and whose images are files; raise RequestError if it is invalid."""
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     _refuse_unsupported(body)
+    codec = engine.codec
     if body.get("return_routed_experts") and not limits.routed_experts:
         raise RequestError(
             "`return_routed_experts`: start the engine with --enable-return-routed-experts"
@@ -82,19 +79,22 @@ def parse_generate(
     all_params = _spread(body.get("sampling_params") or {}, count, "sampling_params", dict)
     log_prob_flags = _spread(body.get("return_logprob") or False, count, "return_logprob", bool)
     num_top = _spread(body.get("top_logprobs_num") or 0, count, "top_logprobs_num", int)
-    start_lens = _spread(_or(body.get("logprob_start_len"), -1), count, "logprob_start_len", int)
-    adapters = _adapters(body.get("lora_path"), count, find_adapter)
+    start_len = body.get("logprob_start_len")
+    start_lens = _spread(-1 if start_len is None else start_len, count, "logprob_start_len", int)
+    adapters = _adapters(body.get("lora_path"), count, engine.find_adapter)
     images = place_all(prompts, body, limits.images)
     stream = bool(body.get("stream"))
     parsed = _parse_params(all_params, limits)
     _check_total(prompts, parsed)
-    constraints = codec.constrain(parsed, limits.vocab_size, eos_ids)
+    constraints = codec.constrain(parsed, limits.vocab_size, engine.eos_ids)
     requests: list[Request] = []
     for i, ids in enumerate(prompts):
         params = _fit(parsed[i], all_params[i], len(ids), limits)
         _check_ids(ids, limits)
         start_len = _check_start_len(start_lens[i], len(ids)) if log_prob_flags[i] else -1
         _check_top(num_top[i], start_len, return_logprob=log_prob_flags[i])
+        if params.stop:
+            codec.require("`stop`")
         constraint = constraints.get(id(parsed[i]))
         for copy in range(params.n):
             request = Request(
@@ -102,8 +102,8 @@ def parse_generate(
                 token_ids=list(ids),
                 prompt_len=len(ids),
                 params=params,
-                seed=_seed(params, copy, new_seed),
-                eos_ids=frozenset() if params.ignore_eos else eos_ids,
+                seed=_seed(params, copy, engine),
+                eos_ids=frozenset() if params.ignore_eos else engine.eos_ids,
                 return_logprob=log_prob_flags[i],
                 num_top_log_probs=num_top[i],
                 constraint=None if constraint is None else constraint.copy(),
@@ -113,7 +113,6 @@ def parse_generate(
                 adapter=adapters[i],
                 images=images[i],
             )
-            codec.check(request)
             requests.append(request)
     return Generation(
         requests=requests,
@@ -123,11 +122,9 @@ def parse_generate(
     )
 
 
-def make_reply(
-    request: Request, *, codec: TextCodec, weight_version: str, with_token_text: bool
-) -> dict[str, Any]:
+def make_reply(request: Request, engine: Engine, with_token_text: bool) -> dict[str, Any]:
     """Return the reply to one request in its current state."""
-    output_ids = request.output_ids
+    output_ids, codec = request.output_ids, engine.codec
     meta: dict[str, Any] = {
         "id": request.rid,
         "finish_reason": _finish_reason(request.finish, len(output_ids)),
@@ -137,16 +134,13 @@ def make_reply(
         "cached_tokens_details": None,
         "reasoning_tokens": 0,
         "num_retractions": request.num_retractions,
-        "weight_version": weight_version,
+        "weight_version": engine.version_of(request),
         "dp_rank": None,
         "e2e_latency": time.perf_counter() - request.arrival,
         "response_sent_to_client_ts": time.time(),
     }
     if request.finish is not None:
-        meta["weight_versions"] = [
-            {"version": span.version, "start": span.start, "end": span.end}
-            for span in request.version_spans
-        ]
+        meta["weight_versions"] = [dataclasses.asdict(span) for span in request.version_spans]
     if request.return_logprob:
         meta |= _log_probs(request, output_ids, codec if with_token_text else None)
     if request.routed_experts is not None:
@@ -160,7 +154,7 @@ def make_reply(
 def _log_probs(request: Request, output_ids: list[int], codec: TextCodec | None) -> dict[str, Any]:
     """Return (log-prob, token id, text) triples; the first requested prompt token has no log-prob."""
 
-    def triples(values: Iterable[float | None], tokens: list[int]) -> list[list[Any]]:
+    def triples(values: Iterable[float | None], tokens: Iterable[int]) -> list[list[Any]]:
         pairs = zip(values, tokens, strict=False)
         return [
             [value, token, codec.decode_token(token) if codec else None] for value, token in pairs
@@ -170,21 +164,18 @@ def _log_probs(request: Request, output_ids: list[int], codec: TextCodec | None)
     if request.logprob_start_len >= 0:
         tokens = request.token_ids[request.logprob_start_len : request.prompt_len]
         prompt = triples([None, *request.input_log_probs], tokens)
-    return {
+    reply: dict[str, Any] = {
         "input_token_logprobs": prompt,
         "output_token_logprobs": triples(request.output_log_probs, output_ids),
         "output_token_logprobs_length": len(output_ids),
-    } | _top_log_probs(request, codec)
-
-
-def _top_log_probs(request: Request, codec: TextCodec | None) -> dict[str, Any]:
-    if not request.num_top_log_probs:
-        return {}
-    rows = [
-        [[value, token, codec.decode_token(token) if codec else None] for token, value in pairs]
-        for pairs in request.top_log_probs[: request.num_output]
-    ]
-    return {"input_top_logprobs": [], "output_top_logprobs": rows}
+    }
+    if request.num_top_log_probs:
+        rows = request.top_log_probs[: len(output_ids)]
+        reply["input_top_logprobs"] = []
+        reply["output_top_logprobs"] = [
+            triples([value for _, value in row], [token for token, _ in row]) for row in rows
+        ]
+    return reply
 
 
 def _draft_metrics(history: DraftHistory, num_output: int) -> dict[str, Any]:
@@ -197,8 +188,8 @@ def _draft_metrics(history: DraftHistory, num_output: int) -> dict[str, Any]:
     }
 
 
-def _seed(params: SamplingParams, copy: int, new_seed: Callable[[], int]) -> int:
-    seed = new_seed() if params.sampling_seed is None else params.sampling_seed + copy
+def _seed(params: SamplingParams, copy: int, engine: Engine) -> int:
+    seed = engine.new_seed() if params.sampling_seed is None else params.sampling_seed + copy
     return seed % 2**64
 
 
@@ -309,6 +300,9 @@ def _is_id_list(value: object) -> TypeGuard[list[int]]:
 def _rids(given: Any, count: int, is_batch: bool) -> list[str]:
     if given is None:
         return [f"{_RID_PREFIX}{next(_rid_numbers)}" for _ in range(count)]
+    names = given if isinstance(given, list) else [given]
+    if any(isinstance(name, str) and len(name) > _LONGEST_RID for name in names):
+        raise RequestError(f"`rid` may have at most {_LONGEST_RID} characters")
     if isinstance(given, str):
         return [f"{given}_{i}" for i in range(count)] if is_batch else [given]
     if (
@@ -337,10 +331,6 @@ def _adapters(
     if len(names) != count or not all(name is None or isinstance(name, str) for name in names):
         raise RequestError(f"`lora_path` must be a name or a list of {count} names and nulls")
     return [find_adapter(name) if name else None for name in names]
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def _fit(

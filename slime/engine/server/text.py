@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
@@ -46,15 +45,11 @@ class TextCodec:
         """Return the maximum number of characters in one token."""
         return max(map(len, self.require("`text`").get_vocab()))
 
-    def encode(self, text: str, context_len: int) -> list[int]:
-        """Tokenize a prompt; refuse a text that cannot fit into the context without tokenizing it."""
-        return self._encode(text, context_len, add_special_tokens=True)
+    def encode(self, text: str, context_len: int, *, rendered: bool = False) -> list[int]:
+        """Tokenize a prompt; refuse a text that cannot fit into the context without tokenizing it.
 
-    def encode_rendered(self, text: str, context_len: int) -> list[int]:
-        """Tokenize a rendered chat template, which already contains special tokens."""
-        return self._encode(text, context_len, add_special_tokens=False)
-
-    def _encode(self, text: str, context_len: int, *, add_special_tokens: bool) -> list[int]:
+        A `rendered` chat template already contains special tokens.
+        """
         tokenizer = self.require("`text`")
         if len(text) > context_len * self.longest_token:
             raise RequestError(
@@ -65,11 +60,7 @@ class TextCodec:
             if self._encoder is None:
                 with self._lock:
                     self._encoder = copy.deepcopy(tokenizer)
-            return self._encoder.encode(text, add_special_tokens=add_special_tokens)
-
-    def render(self, make_text: Callable[[PreTrainedTokenizerBase], str]) -> str:
-        """Return the text rendered by the tokenizer's chat template."""
-        return make_text(self.require("a chat template"))
+            return self._encoder.encode(text, add_special_tokens=not rendered)
 
     def constrain(
         self, params: list[SamplingParams], vocab_size: int, eos_ids: frozenset[int]
@@ -127,10 +118,6 @@ class TextCodec:
             start -= 1
             count -= request.token_ids[start] not in hidden
         return start
-
-    def check(self, request: Request) -> None:
-        if request.params.stop:
-            self.require("`stop`")
 
     def _decode(self, request: Request, ids: list[int]) -> str:
         params = request.params
