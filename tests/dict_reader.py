@@ -11,9 +11,6 @@ class DictReader:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
 
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._get(name).shape)
 

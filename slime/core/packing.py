@@ -115,8 +115,9 @@ def join_slices(slices: Sequence[torch.Tensor], train_batch: TrainBatch) -> torc
         return slices[0]
     padded = np.diff(train_batch.cu_seqlens.cpu().numpy()) * cp_size
     index = np.concatenate([zigzag_index(padded, rank, cp_size) for rank in range(cp_size)])
-    whole = torch.empty_like(slices[0]).repeat(cp_size)
-    whole[torch.from_numpy(index).to(whole.device)] = torch.cat(list(slices))
+    gathered = torch.cat(list(slices))
+    whole = torch.empty_like(gathered)
+    whole[torch.from_numpy(index).to(whole.device)] = gathered
     return whole
 
 

@@ -116,7 +116,7 @@ def rank_tensors(args: Any, rank: int) -> dict[str, Any]:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from slime.backends.megatron_utils.model import build_chunks
-    from slime.backends.megatron_utils.model_config import gpt_options, model_config, read_config
+    from slime.backends.megatron_utils.model_config import model_config, read_config
     from slime.backends.megatron_utils.passes import prepare_config
     from slime.backends.megatron_utils.patches import patch_megatron
 
@@ -134,7 +134,7 @@ def rank_tensors(args: Any, rank: int) -> dict[str, Any]:
         hf_config = read_config(args.hf_checkpoint)
         config = model_config(hf_config, args)
         prepare_config(config)
-        (chunk,) = build_chunks(args, config, gpt_options(hf_config, args))
+        (chunk,) = build_chunks(args, config, hf_config)
         return {
             "rank": rank,
             "layers": [layer.layer_number - 1 for layer in chunk.decoder.layers],

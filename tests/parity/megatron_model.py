@@ -22,7 +22,6 @@ from slime.backends.megatron_utils.hf_weights.local_weights import load_hf  # no
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
 from slime.backends.megatron_utils.model import Head, build_chunks, wrap_chunks  # noqa: E402
 from slime.backends.megatron_utils.model_config import (  # noqa: E402
-    gpt_options,
     model_config,
     read_config,
     virtual_stages,
@@ -42,11 +41,10 @@ class MegatronModel:
         self.parallel = init_parallel(args, virtual_stages(args, hf_config.num_hidden_layers))
         self.config = model_config(hf_config, args)
         prepare_config(self.config)
-        options = gpt_options(hf_config, args)
         self.weights = weight_map(hf_config, args)
         self.passes = Passes(self.config, self.parallel, padded=False)
-        self.head = Head(vocab_size=options.true_vocab_size, temperature=1.0, chunk_size=1024)
-        self.chunks = build_chunks(args, self.config, options)
+        self.head = Head(vocab_size=hf_config.vocab_size, temperature=1.0, chunk_size=1024)
+        self.chunks = build_chunks(args, self.config, hf_config)
 
     def load(self, folder: Path) -> None:
         load_hf(self.chunks, self.weights, HfReader(folder))

@@ -89,9 +89,9 @@ def parts_of(mapping, tensors, size, expert=0):
     shapes = [tuple(t.shape) for t in tensors]
     parts = []
     for rank in range(size):
-        part = Shard(rank, size)
+        part = Shard(rank, size, expert=expert)
         target = torch.full(mapping.shape(shapes, part), float("nan"))
-        mapping.fill(target, reader, names, part, expert)
+        mapping.fill(target, reader, names, part)
         parts.append(target)
     return parts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,11 @@ from tests.parity.tiny_families import UNTRAINED, make_family
 
 RECORDED = sorted((Path(__file__).parents[1] / "data" / "te_names").glob("*.json"))
 LISTS = {path.stem: json.loads(path.read_text()) for path in RECORDED}
+DELTA_NET_NORMS = (
+    "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_weight",  # of megatron-core's own layers, as of attention
+    "self_attention.in_proj.layer_norm_weight",  # of TransformerEngine's
+)
 
 
 class Recorded(torch.nn.Module):
@@ -104,3 +110,13 @@ def test_a_checkpoint_written_under_transformer_engine_has_our_keys(family: str)
         tensor = ShardedTensor.from_rank_offsets(mine, torch.empty(4))
         use_stored_keys({"x": tensor}, keys)
         assert tensor.key == key
+
+
+@pytest.mark.parametrize("prefix", ["decoder.layers.3.", "decoder.layers."])
+@pytest.mark.parametrize(("mine", "theirs"), permutations(DELTA_NET_NORMS, 2))
+def test_the_norm_before_a_delta_net_is_found_under_each_of_its_keys(prefix, mine, theirs):
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    tensor = ShardedTensor.from_rank_offsets(prefix + mine, torch.empty(4))
+    use_stored_keys({"x": tensor}, {prefix + theirs})
+    assert tensor.key == prefix + theirs

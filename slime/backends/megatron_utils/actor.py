@@ -37,7 +37,11 @@ from megatron.core import parallel_state  # noqa: E402
 
 from slime.backends.megatron_utils.attention import PackedRows  # noqa: E402
 from slime.backends.megatron_utils.checkpoint import Checkpointer, is_checkpoint  # noqa: E402
-from slime.backends.megatron_utils.hf_weights.export import hf_buckets, with_copies  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.export import (  # noqa: E402
+    export_hf,
+    hf_buckets,
+    with_copies,
+)
 from slime.backends.megatron_utils.hf_weights.families import weight_map  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.local_weights import load_hf  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
@@ -53,7 +57,6 @@ from slime.backends.megatron_utils.model import (  # noqa: E402
     wrap_chunks,
 )
 from slime.backends.megatron_utils.model_config import (  # noqa: E402
-    gpt_options,
     model_config,
     read_config,
     trained_mtp_layers,
@@ -107,7 +110,6 @@ class MegatronTrainRayActor(LoraTrainRayActor):
         hf_config = read_config(args.hf_checkpoint)
         self.parallel = init_parallel(args, virtual_stages(args, hf_config.num_hidden_layers))
         self.config = model_config(hf_config, args)
-        options = gpt_options(hf_config, args)
         padded = args.qkv_format == "bshd"
         prepare_config(self.config)
         if self.rank == 0 and role == "actor":
@@ -115,13 +117,13 @@ class MegatronTrainRayActor(LoraTrainRayActor):
         multiple = args.data_pad_size_multiplier
         self.passes = Passes(self.config, self.parallel, padded=padded, multiple=multiple)
         self.head = Head(
-            vocab_size=options.true_vocab_size,
+            vocab_size=hf_config.vocab_size,
             temperature=args.rollout_temperature,
             chunk_size=args.log_probs_chunk_size,
         )
         self._weights = weight_map(hf_config, args)
         self._offloaded: Offloaded | None = None
-        self.chunks = build_chunks(args, self.config, options, critic=role == "critic")
+        self.chunks = build_chunks(args, self.config, hf_config, critic=role == "critic")
         if role == "actor":  # the freeze flags apply to the actor only
             freeze(args, self.chunks, self._weights)
         self.adapters = add_adapters(args, self.chunks, self._weights)
@@ -188,10 +190,7 @@ class MegatronTrainRayActor(LoraTrainRayActor):
         return packed.to(current_device())
 
     def unpack(self, column: torch.Tensor, batch: TrainBatch) -> list[np.ndarray]:
-        group = self.cp_group
-        if group is None:
-            return unpack(column, batch)
-        slices = all_gather(column.detach(), group)
+        slices = all_gather(column.detach(), context_group())
         return unpack(join_slices(slices, batch), batch, cp_size=self.parallel.cp_size)
 
     @property
@@ -355,7 +354,8 @@ class MegatronTrainRayActor(LoraTrainRayActor):
         if self.adapters is not None:
             self.export_adapter(path, self.adapters.lora, info)
             return
-        buckets = hf_buckets(self.chunks, self._weights, FILE_BYTES, dtype=dtype, keep=writes)
+        tensors = export_hf(self.chunks, self._weights, dtype)
+        buckets = hf_buckets(tensors, FILE_BYTES, keep=writes)
         source = self.args.hf_checkpoint
         if writes and self._weights.copies:
             names = HfReader(source).names()
@@ -394,5 +394,4 @@ class MegatronTrainRayActor(LoraTrainRayActor):
     def _hook(self, flag: str, protocol: type, *values: object) -> None:
         path = getattr(self.args, flag)
         if path is not None:
-            option = option_of(flag)
-            load_hook(path, flag=option, protocol=protocol)(*values)
+            load_hook(path, flag=option_of(flag), protocol=protocol)(*values)

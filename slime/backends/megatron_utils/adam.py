@@ -11,6 +11,7 @@ to load them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -83,21 +84,18 @@ def install_adam() -> None:
     distrib_optimizer.HAVE_APEX_OR_TE = True
 
 
+@functools.cache
 def install_fused_state() -> None:
     """Patch megatron's distributed optimizer to use `fused_state` and `set_fused_state`."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    if hasattr(DistributedOptimizer, "_slime_patched"):
-        return
     get = DistributedOptimizer._get_main_param_and_optimizer_states
     put = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def states(self: DistributedOptimizer, model_param: torch.Tensor) -> dict[str, Any]:
-        return (
-            fused_state(*_adam_and_shard(self, model_param))
-            if _is_fused(self)
-            else get(self, model_param)
-        )
+        if _is_fused(self):
+            return fused_state(*_adam_and_shard(self, model_param))
+        return get(self, model_param)
 
     def set_states(
         self: DistributedOptimizer, model_param: torch.Tensor, tensors: dict[str, Any]
@@ -109,7 +107,6 @@ def install_fused_state() -> None:
 
     DistributedOptimizer._get_main_param_and_optimizer_states = states
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
-    DistributedOptimizer._slime_patched = True  # type: ignore[attr-defined]
 
 
 def fused_state(adam: Any, param: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -106,30 +106,26 @@ _ABSENT: dict[str, Any] = {
 
 
 def _llama(config: PretrainedConfig, model: Architecture) -> None:
-    for name in ("attention_bias", "mlp_bias"):
-        if getattr(config, name, False):
-            raise _unsupported(config, name, True, "false")
+    _require(config, attention_bias=False, mlp_bias=False)
 
 
 def _qwen2(config: PretrainedConfig, model: Architecture) -> None:
-    _refuse_sliding_window(config)
+    _require(config, use_sliding_window=False)
     model.fields["add_qkv_bias"] = True
 
 
 def _mimo(config: PretrainedConfig, model: Architecture) -> None:
-    _refuse_sliding_window(config)
+    _require(config, use_sliding_window=False)
     model.fields["add_qkv_bias"] = bool(config.attention_bias)
 
 
 def _qwen3(config: PretrainedConfig, model: Architecture) -> None:
-    _refuse_sliding_window(config)
-    if config.attention_bias:
-        raise _unsupported(config, "attention_bias", True, "false")
+    _require(config, use_sliding_window=False, attention_bias=False)
     model.fields["qk_layernorm"] = True
 
 
 def _qwen2_moe(config: PretrainedConfig, model: Architecture) -> None:
-    _refuse_sliding_window(config)
+    _require(config, use_sliding_window=False)
     model.fields["add_qkv_bias"] = bool(config.qkv_bias)
     model.fields |= _softmax_moe(config) | {
         "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
@@ -145,8 +141,7 @@ def _qwen3_moe(config: PretrainedConfig, model: Architecture) -> None:
 def _qwen3_5(config: PretrainedConfig, model: Architecture) -> None:
     """Set the fields of gated delta nets, gated attention and zero-centred norms."""
     check_delta_net(config.to_dict())
-    if config.attention_bias:
-        raise _unsupported(config, "attention_bias", True, "false")
+    _require(config, attention_bias=False)
     model.fields |= {
         "qk_layernorm": True,
         "layernorm_zero_centered_gamma": True,
@@ -208,9 +203,7 @@ def _glm4_moe_lite(config: PretrainedConfig, model: Architecture) -> None:
 
 def _latent(config: PretrainedConfig, model: Architecture) -> dict[str, Any]:
     """Return the fields of multi-head latent attention."""
-    for name, wanted in (("attention_bias", False), ("rope_interleave", True)):
-        if bool(getattr(config, name)) is not wanted:
-            raise _unsupported(config, name, not wanted, str(wanted).lower())
+    _require(config, attention_bias=False, rope_interleave=True)
     return {
         "multi_latent_attention": True,
         "qk_layernorm": True,  # of the two latents
@@ -232,8 +225,7 @@ def _gpt_oss(config: PretrainedConfig, model: Architecture) -> None:
     alpha = getattr(config, "swiglu_alpha", _QUICK_GELU_ALPHA)
     if alpha != _QUICK_GELU_ALPHA:
         raise _unsupported(config, "swiglu_alpha", alpha, str(_QUICK_GELU_ALPHA))
-    if not config.attention_bias:
-        raise _unsupported(config, "attention_bias", False, "true")
+    _require(config, attention_bias=True)
     sliding = [int(kind == "sliding_attention") for kind in config.layer_types]
     model.router_bias = True
     model.fields |= {
@@ -262,8 +254,8 @@ def _dense_first(config: PretrainedConfig) -> list[int]:
 def _sigmoid_moe(config: PretrainedConfig, sparse: list[int]) -> dict[str, Any]:
     """Return the fields of DeepSeek-V3's router: sigmoid scores, bias, top-k in expert groups."""
     topk, groups, chosen = config.num_experts_per_tok, config.n_group, config.topk_group
-    if topk > 1 and not config.norm_topk_prob:
-        raise _unsupported(config, "norm_topk_prob", False, "true")
+    if topk > 1:
+        _require(config, norm_topk_prob=True)
     grouped = groups is not None and groups > 1
     if grouped and topk // chosen != 2:
         # Groups are ranked by their best two experts; megatron-core uses the best topk / chosen.
@@ -287,9 +279,11 @@ def _sigmoid_moe(config: PretrainedConfig, sparse: list[int]) -> dict[str, Any]:
     }
 
 
-def _refuse_sliding_window(config: PretrainedConfig) -> None:
-    if getattr(config, "use_sliding_window", False):
-        raise _unsupported(config, "use_sliding_window", True, "false")
+def _require(config: PretrainedConfig, **options: bool) -> None:
+    """Raise UserError unless the options have these values; absent ones are false."""
+    for name, wanted in options.items():
+        if bool(getattr(config, name, False)) is not wanted:
+            raise _unsupported(config, name, not wanted, str(wanted).lower())
 
 
 def _unsupported(config: PretrainedConfig, name: str, value: object, wanted: str) -> UserError:

@@ -43,14 +43,9 @@ class PackedAttention(MegatronModule):
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: object,
-        attention_type: str,
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
         pg_collection: Any = None,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
         self._groups = pg_collection
@@ -70,9 +65,8 @@ class PackedAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        attn_mask_type: object = None,
-        attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedRows | None = None,
+        **_: Any,
     ) -> torch.Tensor:
         """Return packed [T, heads * Dv], else [S, B, heads * Dv]."""
         if packed_seq_params is not None:
@@ -176,7 +170,7 @@ class PackedRows(PackedSeqParams):
 
 def packed_rows(lens: list[int], parallel: ParallelInfo, device: torch.device) -> PackedRows:
     """Return the rows of samples whose padded lengths over all context ranks are `lens`."""
-    cu_seqlens = torch.tensor([0, *lens]).cumsum(0).to(device=device, dtype=torch.int32)
+    cu_seqlens = _offsets(lens, device)
     layout = segments = None
     if parallel.cp_size == 1:
         layout = packed_layout(lens, device)

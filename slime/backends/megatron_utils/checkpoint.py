@@ -198,27 +198,30 @@ class Checkpointer:
         if not moments:
             facts = replace(facts, has_optimizer=False)
         with_optimizer = optimizer if facts.has_optimizer else None
-        stored = _shapes_in(path)
-        refuse_dropped_tower([unwrapped(chunk) for chunk in chunks], stored, path)
+        stored, models = _shapes_in(path), _by_key(chunks)
+        config = _config(chunks)
+        refuse_dropped_tower(list(models.values()), stored, path)
         if adapters is not None:
             refuse_other_base_weights(facts.base, adapters.base_checksum, path)
             _refuse_other_modules(adapters, path, stored)
         state = _state(chunks, with_optimizer, adapters, stored=stored)
-        if optimizer is not None and is_delayed(_config(chunks)):
-            state[_FP8] = fp8_state_to_load(list(_by_key(chunks).values()), stored)
-        headless = _drop_value_head(state, chunks, path)
+        if optimizer is not None and is_delayed(config):
+            state[_FP8] = fp8_state_to_load(list(models.values()), stored)
+        headless = _drop_value_head(state, models, stored)
         if with_optimizer is None and not has_mtp_layers(stored):
             headless = drop_mtp_layers(state) or headless
         if with_optimizer:
-            refuse_other_mtp(has_mtp_layers(stored), bool(_config(chunks).mtp_num_layers), path)
+            refuse_other_mtp(has_mtp_layers(stored), bool(config.mtp_num_layers), path)
         _refuse_other_sizes(state, facts, path, stored)
         _refuse_other_optimizer(state, path, stored)
-        loaded = read_tensors(state, path)
-        for key, chunk in _by_key(chunks).items():
-            _fill_in(chunk, loaded[key], fills_all=not (headless or adapters))
+        with plain_refusals():
+            loaded = dist_checkpointing.load(state, str(path))
+        assert isinstance(loaded, dict), "a tuple only if `strict` requests the differences"
+        for key, model in models.items():
+            _fill_in(model, loaded[key], fills_all=not (headless or adapters))
         if with_optimizer is not None:
             load_optimizer_state(with_optimizer.inner, loaded["optimizer"], facts.num_updates)
-        load_fp8_state(list(_by_key(chunks).values()), loaded.get(_FP8, {}))
+        load_fp8_state(list(models.values()), loaded.get(_FP8, {}))
         return facts
 
 
@@ -266,16 +269,6 @@ def refuse_other_format(path: str | Path) -> None:
 def is_checkpoint(path: str | Path) -> bool:
     """Return whether it is a megatron-core checkpoint, not another folder with a metadata.json."""
     return all((Path(path) / name).exists() for name in ("metadata.json", "common.pt"))
-
-
-def read_tensors(
-    state: dict[str, Any], path: str | Path, *, check_coverage: bool = True
-) -> dict[str, Any]:
-    """Load a sharded state; with `check_coverage` all ranks together must read every shard."""
-    with plain_refusals():
-        loaded = dist_checkpointing.load(state, str(path), validate_access_integrity=check_coverage)
-    assert isinstance(loaded, dict), "a tuple only if `strict` requests the differences"
-    return loaded
 
 
 def _by_key(chunks: Chunks) -> dict[str, GPTModel]:
@@ -328,11 +321,11 @@ def _fill_in(chunk: torch.nn.Module, loaded: dict[str, Any], *, fills_all: bool)
         raise RuntimeError(f"the checkpoint lacks {missing} and has unexpected {unexpected}")
 
 
-def _drop_value_head(state: dict[str, Any], chunks: Chunks, path: str | Path) -> bool:
+def _drop_value_head(state: dict[str, Any], models: dict[str, GPTModel], stored: Shapes) -> bool:
     """Remove a critic's head from `state` if the checkpoint is an actor's; return whether it is."""
-    for key, chunk in _by_key(chunks).items():
-        head = getattr(chunk, "output_layer", None)
-        if isinstance(head, ValueHead) and _shapes_in(path).get(_HEAD, (0,))[0] != 1:
+    for key, model in models.items():
+        head = getattr(model, "output_layer", None)
+        if isinstance(head, ValueHead) and stored.get(_HEAD, (0,))[0] != 1:
             state[key].pop(_HEAD, None)
             with torch.no_grad():
                 head.weight.zero_()

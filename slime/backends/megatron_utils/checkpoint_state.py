@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -36,18 +36,12 @@ from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOpt
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.backends.megatron_utils.hf_weights.rules import canonical
 from slime.backends.megatron_utils.parallel import decoder_layers, expert_tensor_group
 
 logger = logging.getLogger(__name__)
 
 _EXTRA_STATE = "._extra_state"
-# (separate norm, norm fused into a linear layer)
-_NORMS = (
-    (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
-    (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
-    (".self_attention.q_layernorm.", ".self_attention.linear_q_up_proj.layer_norm_"),
-    (".self_attention.kv_layernorm.", ".self_attention.linear_kv_up_proj.layer_norm_"),
-)
 _STATE, _KIND, _GROUPS = "param_state", "param_state_sharding_type", "param_groups"
 _MASTERS = "fp32_from_fp16_params"
 # FP8: part of the tensor's name -> (entry of the module's fp8_meta, attribute)
@@ -62,17 +56,17 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 def drop_extra_state(state: dict[str, Any]) -> None:
     """Remove TransformerEngine's pickled state; `fp8_state` saves its scales as tensors."""
-    for name in [name for name, value in state.items() if _is_extra(name, value)]:
-        del state[name]
+    for name, value in list(state.items()):
+        if isinstance(value, ShardedObject) and _EXTRA_STATE in f".{name}":
+            del state[name]
 
 
-def use_stored_keys(state: dict[str, Any], stored: Container[str]) -> None:
+def use_stored_keys(state: dict[str, Any], stored: Collection[str]) -> None:
     """Rename norms in a model's sharded state to the names that the checkpoint has for them."""
+    by_canonical = {canonical(key): key for key in stored}
     for tensor in state.values():
         if isinstance(tensor, ShardedTensor) and tensor.key not in stored:
-            tensor.key = next(
-                (key for key in _other_names(tensor.key) if key in stored), tensor.key
-            )
+            tensor.key = by_canonical.get(canonical(tensor.key), tensor.key)
 
 
 def has_stacked_layers(stored: Iterable[str]) -> bool:
@@ -156,17 +150,6 @@ def load_optimizer_state(chain: ChainedOptimizer, state: dict[str, Any], num_ste
             if isinstance(own.get(_MASTERS), dict):
                 own[_MASTERS] = _as_lists(own[_MASTERS], groups[_MASTERS])
         optimizer.load_state_dict(own)
-
-
-def _is_extra(name: str, value: object) -> bool:
-    return isinstance(value, ShardedObject) and _EXTRA_STATE in f".{name}"
-
-
-def _other_names(key: str) -> Iterator[str]:
-    for pair in _NORMS:
-        for name, other in (pair, pair[::-1]):
-            if name in key:
-                yield key.replace(name, other)
 
 
 def _written_by_owner(state: Any) -> Any:

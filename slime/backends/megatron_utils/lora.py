@@ -35,11 +35,7 @@ from megatron.core.utils import (
 )
 from torch import nn
 
-from slime.backends.megatron_utils.hf_weights.adapters import (
-    TensorsReader,
-    adapter_map,
-    is_gate_up,
-)
+from slime.backends.megatron_utils.hf_weights.adapters import TensorsReader, adapter_map
 from slime.backends.megatron_utils.hf_weights.export import Merge, export_hf
 from slime.backends.megatron_utils.hf_weights.local_weights import (
     LocalWeight,
@@ -47,7 +43,7 @@ from slime.backends.megatron_utils.hf_weights.local_weights import (
     load_hf,
     local_weights,
 )
-from slime.backends.megatron_utils.hf_weights.mappings import Mapping
+from slime.backends.megatron_utils.hf_weights.mappings import GateUp, Mapping
 from slime.backends.megatron_utils.hf_weights.rules import WeightMap
 from slime.backends.megatron_utils.hf_weights.sections import Sections
 from slime.backends.megatron_utils.layers import ValueHead
@@ -230,7 +226,7 @@ class ModelAdapters:
     def initialize(self, seed: int) -> None:
         """Initialize A as PEFT does and B to zero; every rank computes the whole A of its shards."""
         layout = current_layout()
-        for weight in self._local():
+        for weight in local_weights(self._chunks, self.map.weights, layout):
             mapping, shard = weight.match.rule.mapping, layout.shard(weight.match.rule)
             (name,) = weight.match.hf_names
             if name.endswith(LORA_B):
@@ -282,9 +278,6 @@ class ModelAdapters:
             state[name] = make_sharded_tensor_for_checkpoint(head.weight, name)
         return state
 
-    def _local(self) -> Iterator[LocalWeight]:
-        return local_weights(self._chunks, self.map.weights, current_layout())
-
 
 def _add(chunk: GPTModel, weight: LocalWeight, lora: LoraConfig, wanted: set[str]) -> None:
     """Add adapters to the linear layer with this weight, if one of its modules is wanted."""
@@ -333,7 +326,9 @@ def _sharded(weight: LocalWeight, param: torch.Tensor) -> Any:
     if isinstance(mapping, Sections):
         sizes = mapping.local_sizes(tensor_group().size())
         return _split_tensor_factory(tensor, sizes, [str(i) for i in range(len(sizes))], 0)
-    return apply_swiglu_sharded_factory(tensor, ()) if is_gate_up(mapping) else tensor
+    if isinstance(mapping, GateUp):  # one Hugging Face module computes gate and up
+        return apply_swiglu_sharded_factory(tensor, ())
+    return tensor
 
 
 def _sharded_experts(name: str, param: torch.Tensor, dim: int | None) -> ShardedTensor:

@@ -29,7 +29,6 @@ from slime.backends.megatron_utils.hf_weights.families import weight_map  # noqa
 from slime.backends.megatron_utils.lora import add_adapters  # noqa: E402
 from slime.backends.megatron_utils.model import build_chunks, freeze, wrap_chunks  # noqa: E402
 from slime.backends.megatron_utils.model_config import (  # noqa: E402
-    gpt_options,
     model_config,
     read_config,
     virtual_stages,
@@ -69,7 +68,7 @@ def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) 
         config = model_config(hf_config, args)
         config.transformer_impl, config.moe_grouped_gemm = "local", False
         prepare_config(config)
-        chunks = build_chunks(args, config, gpt_options(hf_config, args), critic=critic)
+        chunks = build_chunks(args, config, hf_config, critic=critic)
         weights = weight_map(hf_config, args)
         if not critic:
             freeze(args, chunks, weights)

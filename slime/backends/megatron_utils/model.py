@@ -15,17 +15,24 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import PretrainedConfig
 
 from slime.algorithms.log_probs import log_probs_from_hidden
+from slime.backends.megatron_utils.architecture import Architecture, architecture
 from slime.backends.megatron_utils.hf_weights.local_weights import current_layout, local_weights
 from slime.backends.megatron_utils.hf_weights.rules import WeightMap
 from slime.backends.megatron_utils.layers import ValueHead, block_spec
 from slime.backends.megatron_utils.mlp import use_gated_mlps
-from slime.backends.megatron_utils.model_config import GptOptions, flag_fields, refusals_of_megatron
+from slime.backends.megatron_utils.model_config import (
+    flag_fields,
+    padded_vocab_size,
+    refusals_of_megatron,
+)
 from slime.backends.megatron_utils.mtp import mtp_spec, prepare_mtp, with_mtp_states
 from slime.backends.megatron_utils.parallel import tensor_group
 from slime.backends.megatron_utils.rope import (
     PackedRotary,
+    Rope,
     has_packed_rotary,
     install_fused_rotation,
 )
@@ -41,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def build_chunks(
-    args: Args, config: TransformerConfig, options: GptOptions, *, critic: bool = False
+    args: Args, config: TransformerConfig, hf_config: PretrainedConfig, *, critic: bool = False
 ) -> list[GPTModel]:
     """Return this pipeline rank's model chunks, one per virtual stage; weights are loaded later."""
     provider = None
@@ -51,18 +58,10 @@ def build_chunks(
             flag="--custom-model-provider-path",
             protocol=hook_types.ModelProvider,
         )
-    stages = range(config.virtual_pipeline_model_parallel_size or 1)
-    virtual = config.virtual_pipeline_model_parallel_size is not None
+    arch, virtual = architecture(hf_config), config.virtual_pipeline_model_parallel_size
     chunks = [
-        _build(
-            config,
-            options,
-            provider,
-            stage if virtual else None,
-            critic=critic,
-            split_norms=bool(args.lora_rank),
-        )
-        for stage in stages
+        _build(args, config, arch, provider, stage, critic=critic)
+        for stage in ([None] if virtual is None else range(virtual))
     ]
     attach_tower(args, config, chunks)
     return chunks
@@ -111,54 +110,55 @@ def wrap_chunks(
 
 
 def _build(
+    args: Args,
     config: TransformerConfig,
-    options: GptOptions,
+    arch: Architecture,
     provider: Callable[..., Any] | None,
     vp_stage: int | None,
     *,
     critic: bool,
-    split_norms: bool,
 ) -> GPTModel:
     place = {"ignore_virtual": False, "vp_stage": vp_stage}
     first = parallel_state.is_pipeline_first_stage(**place)
     last = parallel_state.is_pipeline_last_stage(**place)
+    rope = arch.rope
     if provider is not None:
         model = provider(first, last, vp_stage=vp_stage)
     else:
         # megatron-core annotates the spec and the base more narrowly than it uses them.
-        base: Any = options.rotary_base
+        base: Any = rope.base
         with refusals_of_megatron():
-            spec: Any = block_spec(config, vp_stage, split_norms=split_norms)
+            spec: Any = block_spec(config, vp_stage, split_norms=bool(args.lora_rank))
             model = GPTModel(
                 config=config,
                 transformer_layer_spec=spec,
-                vocab_size=options.vocab_size,
-                max_sequence_length=options.max_sequence_length,
+                vocab_size=padded_vocab_size(arch.vocab_size, args),
+                max_sequence_length=arch.max_sequence_length,
                 pre_process=first,
                 post_process=last,
-                share_embeddings_and_output_weights=options.tied and not critic,
+                share_embeddings_and_output_weights=arch.tied and not critic,
                 position_embedding_type="rope",
-                rotary_percent=options.rotary_percent,
+                rotary_percent=rope.percent,
                 rotary_base=base,
                 vp_stage=vp_stage,
                 mtp_block_spec=mtp_spec(config, spec, vp_stage),  # pyright: ignore[reportArgumentType]
             )
-        if options.rotary_frequencies is not None:
+        if rope.frequencies is not None:
             device = model.rotary_pos_emb.inv_freq.device
-            model.rotary_pos_emb.inv_freq = torch.tensor(options.rotary_frequencies, device=device)
-    _replace_modules(model, config, options, value_head=critic and last)
+            model.rotary_pos_emb.inv_freq = torch.tensor(rope.frequencies, device=device)
+    _replace_modules(model, config, rope, value_head=critic and last)
     return model
 
 
 def _replace_modules(
-    model: Any, config: TransformerConfig, options: GptOptions, *, value_head: bool
+    model: Any, config: TransformerConfig, rope: Rope, *, value_head: bool
 ) -> None:
     """Replace modules that a layer spec cannot name, and let the last stage return hidden states."""
     if value_head:
         model.output_layer = ValueHead(config)
     if has_packed_rotary(config):
         install_fused_rotation()
-        model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb, options.rotary_sections)
+        model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb, rope.sections)
     use_gated_mlps(model)
     model.to(current_device())  # routers are created on the CPU
     # Log-probs are computed from hidden states in chunks, so the last stage returns no logits.

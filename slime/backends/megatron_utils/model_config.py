@@ -14,7 +14,6 @@ import math
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,20 +40,6 @@ if TYPE_CHECKING:
     from slime.config.arguments import Args
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GptOptions:
-    """Arguments of GPTModel besides the TransformerConfig."""
-
-    vocab_size: int  # padded
-    true_vocab_size: int
-    max_sequence_length: int
-    tied: bool
-    rotary_base: float
-    rotary_percent: float
-    rotary_frequencies: tuple[float, ...] | None  # None: from rotary_base
-    rotary_sections: tuple[int, int, int] | None = None  # of RoPE in images
 
 
 class MimoConfig(Qwen2Config):
@@ -145,20 +130,6 @@ def config_fields(model: Architecture, args: Args) -> dict[str, Any]:
         scale = yarn_mscale(model.rope.attention_factor)
         fields |= {"post_norms": model.post_norms, "yarn_mscale": scale}
     return fields
-
-
-def gpt_options(hf_config: PretrainedConfig, args: Args) -> GptOptions:
-    model = architecture(hf_config)
-    return GptOptions(
-        vocab_size=padded_vocab_size(model.vocab_size, args),
-        true_vocab_size=model.vocab_size,
-        max_sequence_length=model.max_sequence_length,
-        tied=model.tied,
-        rotary_base=model.rope.base,
-        rotary_percent=model.rope.percent,
-        rotary_frequencies=model.rope.frequencies,
-        rotary_sections=model.rope.sections,
-    )
 
 
 def trained_mtp_layers(args: Args) -> int:

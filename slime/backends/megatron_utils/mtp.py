@@ -65,7 +65,7 @@ class MtpLayer(MultiTokenPredictionLayer):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - called from here only
         self, hidden: torch.Tensor, embedded: torch.Tensor, **inputs: Any
     ) -> torch.Tensor:
-        run = partial(self._run, inputs=inputs)
+        run = partial(self._proj_and_transformer_layer, **inputs)
         if self.config.recompute_granularity != "full":
             return run(hidden, embedded)
         distribute = self.config.distribute_saved_activations
@@ -76,11 +76,6 @@ class MtpLayer(MultiTokenPredictionLayer):
         tracker = tensor_parallel.random.get_cuda_rng_tracker
         group = parallel_state.get_tensor_model_parallel_group()
         return te_checkpoint(run, distribute, tracker, group, hidden, embedded)
-
-    def _run(
-        self, hidden: torch.Tensor, embedded: torch.Tensor, *, inputs: dict[str, Any]
-    ) -> torch.Tensor:
-        return self._proj_and_transformer_layer(hidden, embedded, **inputs)
 
 
 def prepare_mtp(model: GPTModel) -> None:

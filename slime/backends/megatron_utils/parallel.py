@@ -126,8 +126,8 @@ def all_layers(chunk: GPTModel) -> list[TransformerLayer]:
 def parallel_info() -> ParallelInfo:
     state = parallel_state
     return ParallelInfo(
-        rank=state.torch.distributed.get_rank(),
-        world_size=state.torch.distributed.get_world_size(),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
         dp_rank=state.get_data_parallel_rank(),
         dp_size=state.get_data_parallel_world_size(),
         cp_rank=state.get_context_parallel_rank(),

@@ -56,10 +56,6 @@ class Passes:
             config.moe_token_dispatcher_type == "allgather"
         )
 
-    @property
-    def is_last_stage(self) -> bool:
-        return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-
     def train(self, chunks: list[Any], batches: list[TrainBatch], loss: Read) -> None:
         """Add the gradient of the sum of `loss(chunk, hidden, batch)` to the chunks' buffers."""
 
@@ -94,7 +90,8 @@ class Passes:
             return _forward(chunk, current), lambda hidden, **_: read(chunk, hidden, current.batch)
 
         outputs = self._run(step, chunks, batches, forward_only=True)
-        return outputs[: len(batches)] if self.is_last_stage else []
+        is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        return outputs[: len(batches)] if is_last else []
 
     def _run(
         self,

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
 
 
+@functools.cache
 def patch_megatron() -> None:
-    """Apply all patches, before a model is built; applying them again is harmless."""
+    """Apply all patches, before a model is built; further calls do nothing."""
     import megatron.core.utils as utils
     from megatron.core.transformer.moe import moe_utils
     from packaging.version import Version
@@ -80,14 +81,11 @@ def _patch_recomputation() -> None:
     from megatron.core.tensor_parallel import random
 
     original = random.CheckpointWithoutOutput.__init__
-    if hasattr(original, "patched"):
-        return
 
     def init(self: random.CheckpointWithoutOutput, fp8: Any = None) -> None:
         # It compares with None, although the annotation is bool.
         original(self, fp8=fp8 or None)  # pyright: ignore[reportArgumentType]
 
-    init.patched = True  # type: ignore[attr-defined]
     random.CheckpointWithoutOutput.__init__ = init
 
 
@@ -135,8 +133,6 @@ def _patch_buckets() -> None:
     from megatron.core.distributed import param_and_grad_buffer
 
     original = param_and_grad_buffer._ParamAndGradBuffer.__init__
-    if hasattr(original, "patched"):
-        return
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -144,7 +140,6 @@ def _patch_buckets() -> None:
         for bucket in self.buckets:
             bucket.numel_unpadded = bucket.grad_data.numel()
 
-    init.patched = True  # type: ignore[attr-defined]
     param_and_grad_buffer._ParamAndGradBuffer.__init__ = init
 
 

@@ -6,6 +6,7 @@ sequence length works. MLA is the exception: it uses megatron-core's formulas.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -157,12 +158,13 @@ def _axes(sections: Sequence[int], width: int) -> torch.Tensor:
     return half.repeat(2)
 
 
+@functools.cache
 def install_fused_rotation() -> None:
     """Patch megatron's attention to apply RoPE with angles per token in one kernel, on a GPU."""
     from megatron.core.transformer import attention
 
     original = attention.apply_rotary_pos_emb
-    if device_type() == "cpu" or hasattr(original, "fused"):
+    if device_type() == "cpu":
         return
 
     def apply(
@@ -173,5 +175,4 @@ def install_fused_rotation() -> None:
             return rotate(t, freqs)
         return original(t, freqs, config, **options)
 
-    apply.fused = True  # type: ignore[attr-defined]
     attention.apply_rotary_pos_emb = apply

@@ -22,7 +22,7 @@ from slime.backends.megatron_utils.parallel import (
     decoder_layers,
     tensor_group,
 )
-from slime.core.packing import zigzag_index
+from slime.core.packing import join_slices
 from slime.core.types import RolloutBatch, TrainBatch
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -93,8 +93,10 @@ def recorded_rows(rows: PackedRows, batch: TrainBatch, num_layers: int) -> list[
     whole = torch.full(shape, -1, dtype=torch.int16, device=batch.tokens.device)
     for layer, experts in rows.recorded.items():
         whole[:, layer] = _over_tensor_ranks(experts, length)
-    column = _over_context_ranks(whole[: len(batch.tokens)], batch).cpu().numpy().astype(np.int16)
-    cp = context_group().size()
+    group = context_group()
+    slices = all_gather(whole[: len(batch.tokens)].int(), group)  # gloo does not support int16
+    column = join_slices(slices, batch).cpu().numpy().astype(np.int16)
+    cp = group.size()
     starts = batch.cu_seqlens[:-1].tolist()
     lens = [p + r for p, r in zip(batch.prompt_lens, batch.response_lens, strict=True)]
     return [column[s * cp : s * cp + n].copy() for s, n in zip(starts, lens, strict=True)]
@@ -118,16 +120,4 @@ def keep_experts(
 def _over_tensor_ranks(experts: torch.Tensor, length: int) -> torch.Tensor:
     if len(experts) == length:
         return experts
-    return torch.cat(all_gather(experts.int(), tensor_group()))  # gloo does not support int16
-
-
-def _over_context_ranks(local: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
-    group = context_group()
-    if group.size() == 1:
-        return local
-    padded = np.diff(batch.cu_seqlens.cpu().numpy()) * group.size()
-    index = [zigzag_index(padded, rank, group.size()) for rank in range(group.size())]
-    gathered = torch.cat(all_gather(local.int(), group))
-    whole = torch.empty_like(gathered)
-    whole[torch.from_numpy(np.concatenate(index)).to(whole.device)] = gathered
-    return whole
+    return torch.cat(all_gather(experts.int(), tensor_group()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,8 @@ class VisionTower:
             if self.trained:
                 self._model = chunk.visual = self._new()
         for layer in self.deepstack_layers(chunk):
-            layer.register_forward_hook(_Deepstack(layer.layer_number - 1), with_kwargs=True)
+            add = partial(_add_deepstack, layer.layer_number - 1)
+            layer.register_forward_hook(add, with_kwargs=True)
 
     @property
     def depth(self) -> int:
@@ -172,23 +174,20 @@ class VisionTower:
         return embeddings.index_copy(0, found.places, values)
 
 
-class _Deepstack:
-    """Adds the features of one earlier block to the output of a decoder layer.
+def _add_deepstack(
+    number: int, _: torch.nn.Module, __: Any, arguments: dict[str, Any], output: Any
+) -> Any:
+    """Add the features of one earlier block to the output of a decoder layer.
 
     Features are passed with the layer's arguments, so a recomputed layer gets its own micro-batch's.
     """
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __call__(self, _: torch.nn.Module, __: Any, arguments: dict[str, Any], output: Any) -> Any:
-        rows = arguments.get("packed_seq_params")
-        found: ImageFeatures | None = None if rows is None else rows.images
-        if found is None:
-            return output
-        hidden, *rest = output
-        values = found.deepstack[self._number].to(hidden.dtype).unsqueeze(1)
-        return (hidden.index_add(0, found.places, values), *rest)
+    rows = arguments.get("packed_seq_params")
+    found: ImageFeatures | None = None if rows is None else rows.images
+    if found is None:
+        return output
+    hidden, *rest = output
+    values = found.deepstack[number].to(hidden.dtype).unsqueeze(1)
+    return (hidden.index_add(0, found.places, values), *rest)
 
 
 def tower_rules(folder: str) -> list[Rule]:

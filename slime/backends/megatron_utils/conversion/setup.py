@@ -7,7 +7,7 @@ one pipeline with stages of about equal size.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from slime.backends.megatron_utils.hf_weights.reader import TensorReader
+from slime.backends.megatron_utils.hf_weights.reader import HfReader
 from slime.backends.megatron_utils.hf_weights.rules import WeightMap
 from slime.config.arguments import Args
 from slime.config.checks.megatron_support import check_megatron_flags
@@ -97,18 +97,19 @@ class ModelSizes:
     after: int
 
 
-def model_sizes(weights: WeightMap, reader: TensorReader) -> ModelSizes:
-    names = set(reader.names())
+def model_sizes(weights: WeightMap, reader: HfReader) -> ModelSizes:
+    sizes = {name: prod(reader.shape(name)) for name in reader.names()}
     layers = [0] * weights.num_layers
-    ends = {False: 0, True: 0}
-    for rule in weights.rules:
-        if not rule.per_layer:
-            ends[rule is not weights.rules[0]] += _elements(rule.hf_names(), names, reader)
-    for name in names:
+    for name, size in sizes.items():
         layer = _layer_of(name)
         if layer is not None and layer < weights.num_layers:
-            layers[layer] += prod(reader.shape(name))
-    return ModelSizes(ends[False], tuple(layers), ends[True])
+            layers[layer] += size
+    ends = [rule for rule in weights.rules if not rule.per_layer]  # the embedding first
+    before, after = (
+        sum(sizes.get(name, 0) for rule in rules for name in rule.hf_names())
+        for rules in (ends[:1], ends[1:])
+    )
+    return ModelSizes(before, tuple(layers), after)
 
 
 def stages(sizes: ModelSizes, world_size: int) -> list[int]:
@@ -168,10 +169,6 @@ def _layer_of(name: str) -> int | None:
     return int(parts[1]) if parts[0] == "layers" and len(parts) > 1 else None
 
 
-def _elements(wanted: Iterable[str], names: set[str], reader: TensorReader) -> int:
-    return sum(prod(reader.shape(name)) for name in wanted if name in names)
-
-
 @contextmanager
 def process_group() -> Iterator[None]:
     """Join the ranks that torchrun started, or form a group of this process alone."""
@@ -188,30 +185,21 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class ByteCount:
-    """Count converted bytes up to `total` and show the progress."""
-
-    def __init__(self, title: str, total: int, bar: Progress | None, *, quiet: bool) -> None:
-        self._title, self._total, self._bar, self._quiet = title, max(total, 1), bar, quiet
-        self._task = bar.add_task(title, total=total) if bar else None
-        self._done = 0
-
-    def advance(self, nbytes: int) -> None:
-        before = self._done * 10 // self._total
-        self._done += nbytes
-        if self._bar is not None and self._task is not None:
-            self._bar.advance(self._task, nbytes)
-        elif not self._quiet and self._done * 10 // self._total > before:
-            share = self._done / self._total
-            print(f"{self._title}: {share:.0%} of {decimal(self._total)}", flush=True)
-
-
 @contextmanager
-def progress(title: str, total: int, *, shown: bool) -> Iterator[ByteCount]:
-    """Show a bar on a terminal, a line per 10 % elsewhere, nothing unless `shown`."""
-    if not shown or not sys.stdout.isatty():
-        yield ByteCount(title, total, None, quiet=not shown)
-        return
+def progress(title: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yield a function that counts bytes: a bar on a terminal, a line per 10 % elsewhere, if `shown`."""
+    is_terminal = sys.stdout.isatty()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, TimeRemainingColumn()) as bar:
-        yield ByteCount(title, total, bar, quiet=False)
+    with Progress(*columns, TimeRemainingColumn(), disable=not (shown and is_terminal)) as bar:
+        task = bar.add_task(title, total=total)
+        done = 0
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            tenths = done * 10 // total
+            done += nbytes
+            bar.update(task, completed=done)
+            if shown and not is_terminal and done * 10 // total > tenths:
+                print(f"{title}: {done / total:.0%} of {decimal(total)}", flush=True)
+
+        yield advance

@@ -93,10 +93,7 @@ class StoredTensors:
             experts, shape = shape[0], shape[1:]
             name = name.replace(_EXPERTS, ".mlp.experts.local_experts.*.")
         place = _StoredTensor(key, layers, experts, shape, tensor.dtype)
-        # `canonical` recognises TransformerEngine's norms only after a layer number.
-        known = canonical(name.replace(".layers.*.", ".layers.0.")) if layers else canonical(name)
-        name = _LAYER.sub("decoder.layers.*.", known) if layers else known
-        self._places[name] = place
+        self._places[canonical(name)] = place
 
     def _join_sections(self) -> None:
         """Add a tensor of the rows of all sections, in the order of `_SECTIONS`."""

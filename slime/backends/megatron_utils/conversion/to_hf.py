@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from multiprocessing import get_context
@@ -32,10 +32,10 @@ from slime.backends.megatron_utils.conversion.to_hf_options import (  # noqa: E4
     check_model,
     parse_options,
 )
-from slime.backends.megatron_utils.hf_weights.export import with_copies  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.export import batches, with_copies  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.families import padded_weight_map, with_tower  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
-from slime.backends.megatron_utils.hf_weights.rules import Rule, WeightMap  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.rules import Match, Rule, WeightMap  # noqa: E402
 from slime.backends.megatron_utils.model_config import read_config  # noqa: E402
 
 Bucket = list[NamedTensor]
@@ -63,12 +63,12 @@ def main(argv: list[str]) -> int:
         total = sum(conversion.nbytes(part) for file in conversion.files for part in file)
         # Weights are written unquantized, whatever the format of the original.
         with (
-            progress("converting", total, shown=True) as count,
+            progress("converting", total, shown=True) as advance,
             new_hf_folder(str(output), plan.origin, conversion.dtype, quantized=False) as files,
         ):
             for file in _write_files(conversion, files.folder, options.max_workers):
                 files.add_written(file)
-                count.advance(file.nbytes)
+                advance(file.nbytes)
             if options.force and output.exists():
                 shutil.rmtree(output)
     print(f"{output}: {conversion.config.model_type} of {source}")
@@ -79,18 +79,11 @@ def _holds_something_else(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists()
 
 
-@dataclass(frozen=True)
-class Unit:
+@dataclass(frozen=True, kw_only=True)
+class Unit(Match):
     """A rule at one layer and expert, and the Megatron tensors it reads: all experts if stacked."""
 
-    rule: Rule
-    layer: int
-    expert: int
     names: tuple[str, ...]
-
-    @property
-    def hf_names(self) -> list[str]:
-        return self.rule.hf_names(self.layer, self.expert)
 
 
 Part = Unit | str  # of a file: a unit, or the name of a tensor that is copied from the original
@@ -132,7 +125,7 @@ class Conversion:
         self.missing = _missing(weights, units, self.origin)
         copied = [name for name in self.origin.names() if weights.is_untrained(name)]
         copied += self.missing if plan.add_missing else []
-        self.files = list(_batches([*units, *copied], self.nbytes, plan.file_bytes))
+        self.files = list(batches([*units, *copied], self.nbytes, plan.file_bytes))
 
     def report_missing(self) -> None:
         if self.missing and not self.plan.add_missing:
@@ -145,7 +138,7 @@ class Conversion:
     def write(self, number: int, folder: Path) -> WeightFile:
         """Write the file of this number, from 0, holding it and about 1 GiB more in memory."""
         bucket: Bucket = []
-        for batch in _batches(self.files[number], self._stored_bytes, _READ_BYTES):
+        for batch in batches(self.files[number], self._stored_bytes, _READ_BYTES):
             names = [name for part in batch if isinstance(part, Unit) for name in part.names]
             tensors = self.stored.read(names) if names else {}
             for part in batch:
@@ -169,21 +162,6 @@ class Conversion:
         return sum(self.stored.nbytes(name) for name in part.names)
 
 
-def _batches(parts: list[Part], size_of: Callable[[Part], int], limit: int) -> Iterator[list[Part]]:
-    """Yield the parts in order, in lists of at most `limit` bytes or of one part."""
-    batch: list[Part] = []
-    size = 0
-    for part in parts:
-        nbytes = size_of(part)
-        if batch and size + nbytes > limit:
-            yield batch
-            batch, size = [], 0
-        batch.append(part)
-        size += nbytes
-    if batch:
-        yield batch
-
-
 def _units_of(rule: Rule, layer: int, stored: StoredTensors) -> Iterator[Unit]:
     """Yield the units of a rule; none if the layer is of another kind."""
     if rule.load_only or not stored.has(rule.name(layer)):
@@ -191,10 +169,10 @@ def _units_of(rule: Rule, layer: int, stored: StoredTensors) -> Iterator[Unit]:
     experts = range(stored.num_experts(rule.name(layer))) if rule.per_expert else range(1)
     names = tuple(rule.name(layer, expert) for expert in experts)
     if rule.stacked:
-        yield Unit(rule, layer, 0, names)
+        yield Unit(rule=rule, layer=layer, names=names)
     else:
         for expert, name in zip(experts, names, strict=True):
-            yield Unit(rule, layer, expert, (name,))
+            yield Unit(rule=rule, layer=layer, expert=expert, names=(name,))
 
 
 def _missing(weights: WeightMap, units: list[Unit], origin: HfReader) -> list[str]:

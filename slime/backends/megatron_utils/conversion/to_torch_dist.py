@@ -34,7 +34,6 @@ from slime.backends.megatron_utils.hf_weights.local_weights import load_hf  # no
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
 from slime.backends.megatron_utils.model import build_chunks  # noqa: E402
 from slime.backends.megatron_utils.model_config import (  # noqa: E402
-    gpt_options,
     model_config,
     read_config,
     virtual_stages,
@@ -74,19 +73,19 @@ def build(args: Args, config: PretrainedConfig) -> list[torch.nn.Module]:
     init_parallel(args, virtual_stages(args, config.num_hidden_layers))
     megatron = model_config(config, args)
     megatron.perform_initialization = False  # every weight comes from the files
-    return list(build_chunks(args, megatron, gpt_options(config, args)))
+    return list(build_chunks(args, megatron, config))
 
 
 def load(
     chunks: list[torch.nn.Module], args: Args, config: PretrainedConfig, reader: HfReader
 ) -> None:
     total = sum(p.nbytes for chunk in chunks for p in chunk.parameters())
-    with progress("reading", total, shown=dist.get_rank() == 0) as count:
+    with progress("reading", total, shown=dist.get_rank() == 0) as advance:
         load_hf(
             chunks,
             weight_map(config, args),
             reader,
-            on_tensor=lambda weight: count.advance(weight.tensor.nbytes),
+            on_tensor=lambda weight: advance(weight.tensor.nbytes),
         )
 
 

@@ -21,7 +21,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.backends.megatron_utils.architecture import layer_pattern
-from slime.backends.megatron_utils.hf_weights.mappings import ExpertMatrices, GateUp, Mapping, Plain
+from slime.backends.megatron_utils.hf_weights.mappings import ExpertMatrices, GateUp, Plain
 from slime.backends.megatron_utils.hf_weights.rules import ADAPTERS, Rule, WeightMap
 from slime.backends.megatron_utils.layers import is_linear
 from slime.config.lora import LoraConfig
@@ -74,19 +74,11 @@ def leaf_of(name: str) -> str:
     return name.split(".")[-2]
 
 
-def is_gate_up(mapping: Mapping) -> bool:
-    """Return whether one Hugging Face module computes gate and up."""
-    return isinstance(mapping, GateUp) and mapping.is_fused
-
-
 class TensorsReader:
     """A `TensorReader` of tensors in memory."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self._tensors = tensors
-
-    def names(self) -> list[str]:
-        return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._tensors:

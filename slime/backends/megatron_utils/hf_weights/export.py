@@ -7,8 +7,9 @@ so every rank gets every full tensor, and only one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,9 @@ from slime.backends.megatron_utils.parallel import (
 )
 from slime.config.peft_files import LORA_A, LORA_B, flat_name
 from slime.utils.device import current_device
-from slime.weights.buckets import merge_adapter
+from slime.weights.buckets import NamedTensor, merge_adapter
 
-HfTensor = tuple[str, torch.Tensor]
+Item = TypeVar("Item")
 
 
 def export_hf(
@@ -36,11 +37,12 @@ def export_hf(
     *,
     with_mtp: bool = True,
     merge: Merge | None = None,
-) -> Iterator[HfTensor]:
+) -> Iterator[NamedTensor]:
     """Yield (Hugging Face name, full tensor) on every rank, in layer order.
 
     Tensors are in `dtype`, or in the model's. They may share memory with the model: read them
-    before the next training step. `merge` merges adapters into their weights.
+    before the next training step. `merge` merges adapters into their weights. With `with_mtp=False`
+    the multi-token-prediction layers are omitted.
     """
     gather = _Gather(chunks, weights, dtype, merge)
     for rule, layer in weights.in_layer_order():
@@ -49,36 +51,39 @@ def export_hf(
 
 
 def hf_buckets(
-    chunks: Sequence[torch.nn.Module],
-    weights: WeightMap,
-    max_bytes: int,
-    *,
-    dtype: torch.dtype | None = None,
-    keep: bool = True,
-    with_mtp: bool = True,
-    merge: Merge | None = None,
-) -> Iterator[list[HfTensor]]:
+    tensors: Iterable[NamedTensor], max_bytes: int, *, keep: bool = True
+) -> Iterator[list[NamedTensor]]:
     """Yield the tensors of `export_hf` in lists of at most `max_bytes`, or of one larger tensor.
 
     With `keep=False` a rank takes part in gathers and yields as many lists, but empty.
-    With `with_mtp=False` the multi-token-prediction layers are omitted.
     """
-    bucket: list[HfTensor] = []
+    return batches(tensors, lambda named: named[1].nbytes, max_bytes, keep=keep)
+
+
+def batches(
+    items: Iterable[Item], size_of: Callable[[Item], int], limit: int, *, keep: bool = True
+) -> Iterator[list[Item]]:
+    """Yield the items in order, in lists of at most `limit` bytes or of one larger item.
+
+    With `keep=False` the lists are as many, but empty.
+    """
+    batch: list[Item] = []
     size = 0
-    for name, tensor in export_hf(chunks, weights, dtype, with_mtp=with_mtp, merge=merge):
-        if size and size + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        size += tensor.nbytes
+    for item in items:
+        nbytes = size_of(item)
+        if size and size + nbytes > limit:
+            yield batch
+            batch, size = [], 0
+        size += nbytes
         if keep:
-            bucket.append((name, tensor))
+            batch.append(item)
     if size:
-        yield bucket
+        yield batch
 
 
 def with_copies(
-    buckets: Iterable[list[HfTensor]], copies: dict[str, str], names: Container[str]
-) -> Iterator[list[HfTensor]]:
+    buckets: Iterable[list[NamedTensor]], copies: dict[str, str], names: Container[str]
+) -> Iterator[list[NamedTensor]]:
     """Yield the buckets, and again each tensor with a second name among `names`."""
     for bucket in buckets:
         yield bucket
@@ -134,7 +139,7 @@ class _Gather:
         experts = {w.match.expert for w in local if w.match.rule.per_expert}
         self._num_local = max(_all_gather_over_stages(len(experts)))
 
-    def tensors(self, rule: Rule, layer: int) -> Iterator[HfTensor]:
+    def tensors(self, rule: Rule, layer: int) -> Iterator[NamedTensor]:
         """Yield the Hugging Face tensors of one rule; none if the layer is of another kind."""
         if rule.load_only:
             return
@@ -145,7 +150,7 @@ class _Gather:
             whole = self._whole(rule, rule.name(layer), names)
             yield from self._named(rule, names, rule.mapping.to_hf(whole))
 
-    def _experts(self, rule: Rule, layer: int) -> Iterator[HfTensor]:
+    def _experts(self, rule: Rule, layer: int) -> Iterator[NamedTensor]:
         """Yield experts, gathering the n-th local expert of all expert ranks at a time."""
         first_local = self._expert.rank * self._num_local
         if self._num_local == 0 or rule.name(layer, first_local) not in self._locations:
@@ -172,7 +177,7 @@ class _Gather:
 
     def _named(
         self, rule: Rule, names: list[str], tensors: list[torch.Tensor]
-    ) -> Iterator[HfTensor]:
+    ) -> Iterator[NamedTensor]:
         for name, tensor in zip(names, tensors, strict=True):
             dtype = tensor.dtype if self._dtype is None or rule.fp32 else self._dtype
             if self._merge is not None and self._merge.has(name):

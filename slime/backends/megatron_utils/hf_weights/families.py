@@ -17,14 +17,13 @@ from slime.backends.megatron_utils.hf_weights.layer_rules import (
     H,
     M,
     attention,
+    biased_experts,
     ends,
-    expert_bias,
     experts,
     fused_experts,
     gated_shared_expert,
     mlp,
     plain,
-    shared_experts,
     stacked,
 )
 from slime.backends.megatron_utils.hf_weights.mappings import (
@@ -246,21 +245,13 @@ def _glm4_moe(config: PretrainedConfig) -> list[Rule]:
     return [
         *attention(config, qkv_bias=bool(config.attention_bias), qk_norm=bool(config.use_qk_norm)),
         *mlp(),
-        *expert_bias(),
-        *experts(),
-        *shared_experts(),
+        *biased_experts(),
     ]
 
 
 def _deepseek_v3(config: PretrainedConfig) -> list[Rule]:
     """Return the rules of MLA, dense layers first, then MoE with shared experts (GLM-4.7-Flash too)."""
-    return [
-        *_latent_attention(config),
-        *mlp(),
-        *expert_bias(),
-        *experts(),
-        *shared_experts(),
-    ]
+    return [*_latent_attention(config), *mlp(), *biased_experts()]
 
 
 def _latent_attention(config: PretrainedConfig) -> list[Rule]:

@@ -86,14 +86,14 @@ def gated_shared_expert() -> list[Rule]:
     ]
 
 
-def shared_experts() -> list[Rule]:
-    return gated_mlp("mlp.shared_experts", "mlp.shared_experts")
-
-
-def expert_bias() -> list[Rule]:
-    """Return the rule of the bias that is added to router scores for the top-k."""
+def biased_experts() -> list[Rule]:
+    """Return the rules of MoE with shared experts and a bias of router scores for the top-k."""
     hf = (f"{H}mlp.gate.e_score_correction_bias",)
-    return [Rule(f"{M}mlp.router.expert_bias", hf, Plain(), fp32=True)]
+    return [
+        Rule(f"{M}mlp.router.expert_bias", hf, Plain(), fp32=True),
+        *experts(),
+        *gated_mlp("mlp.shared_experts", "mlp.shared_experts"),
+    ]
 
 
 def plain(megatron: str, hf: str, sharding: Sharding = None) -> Rule:

@@ -40,10 +40,10 @@ class Layout:
     expert_tensor: Shard = WHOLE
     expert: Shard = WHOLE
 
-    def shard(self, rule: Rule) -> Shard:
-        if rule.all_experts:
-            return replace(self.expert_tensor, experts=self.expert)
-        return self.expert_tensor if rule.per_expert else self.tensor
+    def shard(self, rule: Rule, expert: int = 0) -> Shard:
+        if rule.of_experts:
+            return replace(self.expert_tensor, experts=self.expert, expert=expert)
+        return self.tensor
 
 
 def current_layout() -> Layout:
@@ -109,8 +109,9 @@ def load_hf(
     for weight in targets:
         check_shape(weight, reader, layout)
     for weight in targets:
+        rule, shard = weight.match.rule, layout.shard(weight.match.rule, weight.match.expert)
         with torch.no_grad():
-            _fill(weight, reader, layout)
+            rule.mapping.fill(weight.tensor, reader, weight.match.hf_names, shard)
         if on_tensor is not None:
             on_tensor(weight)
 
@@ -127,12 +128,6 @@ def check_shape(weight: LocalWeight, reader: TensorReader, layout: Layout) -> No
             f"{found} does not fit the model that config.json describes: {weight.name} is "
             f"{list(weight.tensor.shape)} on this rank and would be {list(shape)}"
         )
-
-
-def _fill(weight: LocalWeight, reader: TensorReader, layout: Layout) -> None:
-    match = weight.match
-    mapping, shard = match.rule.mapping, layout.shard(match.rule)
-    mapping.fill(weight.tensor, reader, match.hf_names, shard, match.expert)
 
 
 def _global_name(name: str, layers: list[int], first_expert: int) -> str:

@@ -28,7 +28,8 @@ class Shard:
 
     rank: int = 0
     size: int = 1
-    experts: Shard | None = None  # of dimension 0, in a tensor with all experts
+    experts: Shard | None = None  # of dimension 0, in a parameter with all experts of a rank
+    expert: int = 0  # whose weight is read from Hugging Face tensors with all experts
 
     def of(self, length: int) -> slice:
         each = length // self.size
@@ -41,20 +42,18 @@ WHOLE = Shard()
 class Mapping(ABC):
     dim: int | None  # sharded dimension, None if every rank holds the full tensor
 
-    @abstractmethod
     def shape(self, shapes: list[Shape], shard: Shard) -> Shape:
-        """Return the shape of a rank's shard, from the shapes of the Hugging Face tensors."""
+        """Return the shape of a rank's shard, from the shapes of the Hugging Face tensors.
+
+        By default the tensors' rows follow one another, sharded.
+        """
+        return (sum(shape[0] for shape in shapes) // shard.size, *shapes[0][1:])
 
     @abstractmethod
     def fill(
-        self,
-        target: torch.Tensor,
-        reader: TensorReader,
-        names: list[str],
-        shard: Shard,
-        expert: int = 0,
+        self, target: torch.Tensor, reader: TensorReader, names: list[str], shard: Shard
     ) -> None:
-        """Read a rank's shard into `target`; from tensors with all experts, that of `expert`."""
+        """Read a rank's shard into `target`."""
 
     @abstractmethod
     def to_hf(self, whole: torch.Tensor) -> list[torch.Tensor]:
@@ -93,12 +92,7 @@ class Plain(Mapping):
         return tuple(n // shard.size if dim == self.dim else n for dim, n in enumerate(shapes[0]))
 
     def fill(
-        self,
-        target: torch.Tensor,
-        reader: TensorReader,
-        names: list[str],
-        shard: Shard,
-        expert: int = 0,
+        self, target: torch.Tensor, reader: TensorReader, names: list[str], shard: Shard
     ) -> None:
         (name,) = names
         slices = []
@@ -117,12 +111,7 @@ class SwappedInputs(Plain):
         super().__init__("column")
 
     def fill(
-        self,
-        target: torch.Tensor,
-        reader: TensorReader,
-        names: list[str],
-        shard: Shard,
-        expert: int = 0,
+        self, target: torch.Tensor, reader: TensorReader, names: list[str], shard: Shard
     ) -> None:
         super().fill(target, reader, names, shard)
         target.copy_(_swapped(target))
@@ -149,12 +138,7 @@ class Vocab(Mapping):
         return ((rows + missing) // shard.size, *rest)
 
     def fill(
-        self,
-        target: torch.Tensor,
-        reader: TensorReader,
-        names: list[str],
-        shard: Shard,
-        expert: int = 0,
+        self, target: torch.Tensor, reader: TensorReader, names: list[str], shard: Shard
     ) -> None:
         rows = shard.of(self._padded)
         real = slice(min(rows.start, self._rows), min(rows.stop, self._rows))
@@ -174,16 +158,8 @@ class Qkv(Mapping):
     def __init__(self, groups: int, head_dim: int) -> None:
         self._groups, self._head_dim = groups, head_dim
 
-    def shape(self, shapes: list[Shape], shard: Shard) -> Shape:
-        return (sum(shape[0] for shape in shapes) // shard.size, *shapes[0][1:])
-
     def fill(
-        self,
-        target: torch.Tensor,
-        reader: TensorReader,
-        names: list[str],
-        shard: Shard,
-        expert: int = 0,
+        self, target: torch.Tensor, reader: TensorReader, names: list[str], shard: Shard
     ) -> None:
         if self._groups % shard.size == 0:
             views = self._qkv_views(target, self._groups // shard.size)
@@ -227,26 +203,14 @@ class GateUp(Mapping):
     def __init__(self, *, fused: bool = False) -> None:
         self._fused = fused
 
-    def shape(self, shapes: list[Shape], shard: Shard) -> Shape:
-        return (sum(shape[0] for shape in shapes) // shard.size, *shapes[0][1:])
-
     def fill(
-        self,
-        target: torch.Tensor,
-        reader: TensorReader,
-        names: list[str],
-        shard: Shard,
-        expert: int = 0,
+        self, target: torch.Tensor, reader: TensorReader, names: list[str], shard: Shard
     ) -> None:
         half = reader.shape(names[0])[0] // (2 if self._fused else 1)
         local = shard.of(half)
         for number, rows in enumerate(target.chunk(2)):
             name, start = (names[0], number * half) if self._fused else (names[number], 0)
             rows.copy_(reader.read(name, slice(start + local.start, start + local.stop)))
-
-    @property
-    def is_fused(self) -> bool:
-        return self._fused
 
     def local_rows(self, rows: int, size: int) -> tuple[list[int], int]:
         return ([rows] if self._fused else [rows // 2] * 2), 1
@@ -266,12 +230,7 @@ class InterleavedGateUp(GateUp):
     """Gate and up in one tensor whose rows alternate: gate 0, up 0, gate 1, up 1, ..."""
 
     def fill(
-        self,
-        target: torch.Tensor,
-        reader: TensorReader,
-        names: list[str],
-        shard: Shard,
-        expert: int = 0,
+        self, target: torch.Tensor, reader: TensorReader, names: list[str], shard: Shard
     ) -> None:
         rows = reader.read(names[0], shard.of(reader.shape(names[0])[0]))  # whole pairs
         for number, half in enumerate(target.chunk(2)):
@@ -295,14 +254,9 @@ class StackedExperts(Mapping):
         return self._inner.shape(of_one, shard)
 
     def fill(
-        self,
-        target: torch.Tensor,
-        reader: TensorReader,
-        names: list[str],
-        shard: Shard,
-        expert: int = 0,
+        self, target: torch.Tensor, reader: TensorReader, names: list[str], shard: Shard
     ) -> None:
-        one = ExpertReader(reader, expert, transposed=self._transposed)
+        one = ExpertReader(reader, shard.expert, transposed=self._transposed)
         self._inner.fill(target, one, names, shard)
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -316,11 +270,8 @@ class StackedExperts(Mapping):
 class ExpertReader:
     """Read one expert's tensors as [out, in] and [out]."""
 
-    def __init__(self, reader: TensorReader, expert: int, *, transposed: bool = True) -> None:
+    def __init__(self, reader: TensorReader, expert: int, *, transposed: bool) -> None:
         self._reader, self._expert, self._transposed = reader, expert, transposed
-
-    def names(self) -> list[str]:
-        return self._reader.names()
 
     def shape(self, name: str) -> Shape:
         return _expert_shape(self._reader.shape(name), self._transposed)
@@ -353,12 +304,7 @@ class ExpertMatrices(Mapping):
         return tuple(n // sizes.get(dim, 1) for dim, n in enumerate(whole))
 
     def fill(
-        self,
-        target: torch.Tensor,
-        reader: TensorReader,
-        names: list[str],
-        shard: Shard,
-        expert: int = 0,
+        self, target: torch.Tensor, reader: TensorReader, names: list[str], shard: Shard
     ) -> None:
         (name,) = names
         assert shard.experts is not None, "of a rule with all experts"

@@ -24,8 +24,6 @@ _FOUR_BITS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 class TensorReader(Protocol):
     """A source of Hugging Face tensors."""
 
-    def names(self) -> list[str]: ...
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape; raise UserError if there is no such tensor."""
         ...

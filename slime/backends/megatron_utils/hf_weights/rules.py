@@ -11,7 +11,6 @@ from itertools import takewhile
 from slime.backends.megatron_utils.hf_weights.mappings import Mapping
 
 ADAPTERS = ".lora."  # in the name of an adapter: ...linear_qkv.lora.q_proj.lora_A
-_FIELDS = {"layer": r"(?P<layer>\d+)", "expert": r"(?P<expert>\d+)"}
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,7 @@ class Rule:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        parts = re.split(r"\{(layer|expert)\}", self.megatron)
-        return re.compile(
-            "".join(_FIELDS[p] if i % 2 else re.escape(p) for i, p in enumerate(parts))
-        )
+        return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>\\d+)", re.escape(self.megatron)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,20 +126,14 @@ def canonical(name: str) -> str:
 
 _TRANSFORMER_ENGINE = [
     (
-        re.compile(r"self_attention\.(linear_qkv|in_proj)\.layer_norm_weight$"),
+        re.compile(r"self_attention\.(linear_qkv|linear_q_proj|in_proj)\.layer_norm_weight$"),
         "input_layernorm.weight",
     ),
-    (re.compile(r"self_attention\.linear_q_proj\.layer_norm_weight$"), "input_layernorm.weight"),
     (
-        re.compile(r"self_attention\.linear_q_up_proj\.layer_norm_weight$"),
-        "self_attention.q_layernorm.weight",
+        re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$"),
+        r"self_attention.\1_layernorm.weight",
     ),
-    (
-        re.compile(r"self_attention\.linear_kv_up_proj\.layer_norm_weight$"),
-        "self_attention.kv_layernorm.weight",
-    ),
-    # (?<=r\.): of the `transformer_layer` in a multi-token-prediction layer
-    (re.compile(r"(?<=\d\.|r\.)mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
+    (re.compile(r"\bmlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
     (
         re.compile(r"mlp\.experts\.linear_fc([12])\.(weight|bias)(\d+)$"),
         r"mlp.experts.local_experts.\3.linear_fc\1.\2",

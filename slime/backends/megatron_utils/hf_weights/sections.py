@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from slime.backends.megatron_utils.hf_weights.mappings import Mapping, Plain, Qkv, Shape, Shard
+from slime.backends.megatron_utils.hf_weights.mappings import Mapping, Plain, Qkv, Shard
 from slime.backends.megatron_utils.hf_weights.reader import TensorReader
 
 
@@ -34,16 +34,8 @@ class Sections(Mapping):
     def part(self, number: int) -> Mapping:
         return Sections(self._tensors[number], groups=self._groups)
 
-    def shape(self, shapes: list[Shape], shard: Shard) -> Shape:
-        return (sum(shape[0] for shape in shapes) // shard.size, *shapes[0][1:])
-
     def fill(
-        self,
-        target: torch.Tensor,
-        reader: TensorReader,
-        names: list[str],
-        shard: Shard,
-        expert: int = 0,
+        self, target: torch.Tensor, reader: TensorReader, names: list[str], shard: Shard
     ) -> None:
         sections = iter(target.split(self.local_sizes(shard.size)))
         for name, sizes in zip(names, self._tensors, strict=True):
@@ -83,12 +75,7 @@ class GatedQkv(Qkv):
     """`Qkv` of queries with gates: Hugging Face has both of each head, Megatron a group's gates last."""
 
     def fill(
-        self,
-        target: torch.Tensor,
-        reader: TensorReader,
-        names: list[str],
-        shard: Shard,
-        expert: int = 0,
+        self, target: torch.Tensor, reader: TensorReader, names: list[str], shard: Shard
     ) -> None:
         super().fill(target, reader, names, shard)
         if self._groups % shard.size == 0:  # else `super().fill` sliced a reordered whole tensor
@@ -112,12 +99,7 @@ class GatedQueries(Plain):
         self._groups, self._head_dim = groups, head_dim
 
     def fill(
-        self,
-        target: torch.Tensor,
-        reader: TensorReader,
-        names: list[str],
-        shard: Shard,
-        expert: int = 0,
+        self, target: torch.Tensor, reader: TensorReader, names: list[str], shard: Shard
     ) -> None:
         super().fill(target, reader, names, shard)
         of_heads = target.unflatten(0, (self._groups // shard.size, -1, 2, self._head_dim))

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.hf_weights.export import Merge, hf_buckets
+from slime.backends.megatron_utils.hf_weights.export import Merge, export_hf, hf_buckets
 from slime.backends.megatron_utils.hf_weights.families import weight_map
 from slime.backends.megatron_utils.model_config import read_config
 from slime.backends.megatron_utils.parallel import unwrapped
 from slime.core.types import EngineInfo, SyncReport
+from slime.weights.buckets import NamedTensor
 from slime.weights.sync import make_weight_sync, named_engines, serving_dtype
 
 if TYPE_CHECKING:
@@ -54,16 +55,13 @@ class UpdateWeight:
         self.weight_version += 1
         return self._sync.update(self.buckets(), self._engines, self.weight_version)
 
-    def buckets(self, merge: Merge | None = None) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def buckets(self, merge: Merge | None = None) -> Iterator[list[NamedTensor]]:
         """Yield lists of (Hugging Face name, full tensor), empty on ranks that do not send."""
+        dtype, with_mtp = serving_dtype(self.args), serves_mtp(self.args)
         return hf_buckets(
-            self._sources(),
-            self._weights,
+            export_hf(self._sources(), self._weights, dtype, with_mtp=with_mtp, merge=merge),
             self.args.update_weight_buffer_size,
-            dtype=serving_dtype(self.args),
             keep=dist.get_rank() == 0 or self.transport == "tensor",
-            with_mtp=serves_mtp(self.args),
-            merge=merge,
         )
 
     def _sources(self) -> list[Any]:
