@@ -16,14 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slime.algorithms.delta_kernels import choose_kernels
-from slime.algorithms.gated_delta import (
-    DeltaHeads,
-    chunk_layout,
-    continue_conv,
-    continue_delta_rule,
-    normalized,
-    split_heads,
-)
+from slime.algorithms.gated_delta import DeltaHeads, normalized, run_torch, split_heads
 from slime.utils.compiled import compiled_on_gpu
 
 # The classes differ only in their input projections.
@@ -119,16 +112,10 @@ def continue_sequences(
 ) -> tuple[torch.Tensor, DeltaState]:
     """Return the outputs [T, value heads, value dim] of N packed sequences, and their states after them."""
     mixed_qkv, decay, beta = inputs.mixed_qkv, inputs.decay, inputs.beta
-    kernels = choose_kernels(mixed_qkv, heads, backward=torch.is_grad_enabled())
-    if kernels is not None:
-        sent = (mixed_qkv, conv_weight, decay, beta, heads, lens, state.windows, state.matrices)
-        out, windows, matrices = kernels(*sent)
-        assert windows is not None and matrices is not None
-        return out, DeltaState(windows=windows, matrices=matrices)
-    layout = chunk_layout(lens, mixed_qkv.device)
-    mixed, windows = continue_conv(mixed_qkv, conv_weight, layout, state.windows)
-    query, key, value = split_heads(F.silu(mixed), heads)
-    out, matrices = continue_delta_rule(query, key, value, decay, beta, layout, state.matrices)
+    kernels = choose_kernels(mixed_qkv, heads, backward=torch.is_grad_enabled()) or run_torch
+    sent = (mixed_qkv, conv_weight, decay, beta, heads, lens, state.windows, state.matrices)
+    out, windows, matrices = kernels(*sent)
+    assert windows is not None and matrices is not None
     return out, DeltaState(windows=windows, matrices=matrices)
 
 

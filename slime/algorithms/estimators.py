@@ -94,10 +94,8 @@ class PgInputs:
     sequence_mean: Callable[[torch.Tensor], torch.Tensor]
 
 
-class PgLoss(Protocol):
-    """A per-token policy-gradient loss: losses [T] and a mask [T], 1 where clipped."""
-
-    def __call__(self, inputs: PgInputs) -> tuple[torch.Tensor, torch.Tensor]: ...
+# A policy-gradient loss returns the losses of tokens [T] and a mask [T], 1 where clipped.
+PgLoss = Callable[[PgInputs], tuple[torch.Tensor, torch.Tensor]]
 
 
 def ppo_clip(inputs: PgInputs) -> tuple[torch.Tensor, torch.Tensor]:

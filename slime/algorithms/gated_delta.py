@@ -73,16 +73,28 @@ def gated_delta_net(
     The backward pass recomputes everything from the inputs: intermediate results need about twenty
     times their memory.
     """
-    layout = chunk_layout(lens, mixed_qkv.device)
-    args = (mixed_qkv, conv_weight, decay, beta, heads, layout)
+    args = (mixed_qkv, conv_weight, decay, beta, heads, lens)
     if not torch.is_grad_enabled():
-        return _net(*args)
-    return checkpoint(_net, *args, use_reentrant=False, preserve_rng_state=False)
+        return run_torch(*args)[0]
+    return checkpoint(run_torch, *args, use_reentrant=False, preserve_rng_state=False)[0]
 
 
-def causal_conv(x: torch.Tensor, weight: torch.Tensor, layout: ChunkLayout) -> torch.Tensor:
-    """Convolve each column of x [T, C] with its row of weight [C, K], within each sample."""
-    return continue_conv(x, weight, layout)[0]
+def run_torch(
+    mixed_qkv: torch.Tensor,
+    conv_weight: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    heads: DeltaHeads,
+    lens: tuple[int, ...],
+    windows: torch.Tensor | None = None,
+    matrices: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run `DeltaNetKernels` in plain torch; windows and matrices start at zero if they are None."""
+    layout = chunk_layout(lens, mixed_qkv.device)
+    mixed, windows = continue_conv(mixed_qkv, conv_weight, layout, windows)
+    query, key, value = split_heads(F.silu(mixed), heads)
+    out, matrices = continue_delta_rule(query, key, value, decay, beta, layout, matrices)
+    return out, windows, matrices
 
 
 def continue_conv(
@@ -110,18 +122,6 @@ def continue_conv(
     return out.squeeze(0).t().index_select(0, index), spaced[lasts]
 
 
-def gated_delta_rule(
-    query: torch.Tensor,  # [T, key heads, key dim]
-    key: torch.Tensor,
-    value: torch.Tensor,  # [T, value heads, value dim]
-    decay: torch.Tensor,  # [T, value heads], log
-    beta: torch.Tensor,  # [T, value heads]
-    layout: ChunkLayout,
-) -> torch.Tensor:
-    """Return [T, value heads, value dim] in the dtype of `value`, computed in at least fp32."""
-    return continue_delta_rule(query, key, value, decay, beta, layout)[0]
-
-
 def continue_delta_rule(
     query: torch.Tensor,  # [T, key heads, key dim]
     key: torch.Tensor,
@@ -133,7 +133,8 @@ def continue_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output of samples that start with these states, and their states at the end.
 
-    Queries and keys are normalized to length 1, and queries scaled by 1 / sqrt(key dim).
+    The output has the dtype of `value`; it is computed in at least fp32. Queries and keys are normalized
+    to length 1, and queries scaled by 1 / sqrt(key dim).
     """
     count, repeats = value.shape[1], value.shape[1] // key.shape[1]
     query = normalized(query) * query.shape[-1] ** -0.5
@@ -198,19 +199,6 @@ def chunk_layout(lens: tuple[int, ...], device: torch.device) -> ChunkLayout:
         order=torch.tensor(order).to(device),
         ends=torch.tensor(starts[1:]).to(device),
     )
-
-
-def _net(
-    mixed_qkv: torch.Tensor,
-    conv_weight: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    heads: DeltaHeads,
-    layout: ChunkLayout,
-) -> torch.Tensor:
-    mixed = F.silu(causal_conv(mixed_qkv, conv_weight, layout))
-    query, key, value = split_heads(mixed, heads)
-    return gated_delta_rule(query, key, value, decay, beta, layout)
 
 
 def split_heads(

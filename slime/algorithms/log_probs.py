@@ -111,8 +111,8 @@ class _LogProbs(torch.autograd.Function):
         chunk_size: int,
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (len(hidden),)
-        log_probs, lse, entropy = hidden.new_zeros((3, *shape), dtype=_accumulate_dtype(hidden))
+        dtype = _accumulate_dtype(hidden)
+        log_probs, lse, entropy = hidden.new_zeros((3, len(hidden)), dtype=dtype)
         for start in range(0, len(hidden), chunk_size):
             rows = slice(start, start + chunk_size)
             if vocab.is_whole(hidden):

@@ -70,7 +70,13 @@ def policy_loss(
             low=eps_clip,
             high=eps_clip if eps_clip_high is None else eps_clip_high,
             dual=eps_clip_c,
-            sequence_mean=partial(_sequence_mean, inputs, cp_group),
+            sequence_mean=partial(
+                sequence_log_ratio,
+                loss_mask=mask,
+                cu_seqlens=inputs.cu_seqlens,
+                mean=True,
+                cp_group=cp_group,
+            ),
         )
     )
     columns |= {"clip_fraction": clipped, "ppo_kl": -log_ratio}
@@ -177,7 +183,7 @@ def importance_correction(
     Framework Secretly Brings You Off-Policy RL Training", Yao et al. 2025); `mask` drops tokens
     outside [low, high] (IcePop at token level, masked importance sampling at sequence level).
     """
-    log_weight = (old_log_probs - rollout_log_probs).detach() * loss_mask
+    log_weight = torch.where(loss_mask > 0, (old_log_probs - rollout_log_probs).detach(), 0.0)
     if level != "token":
         log_weight = sequence_log_ratio(
             log_weight, loss_mask, cu_seqlens, mean=level == "geometric", cp_group=cp_group
@@ -254,14 +260,6 @@ def _penalties(
     if inputs.entropy is not None:
         terms["entropy"] = _weighted(inputs, inputs.entropy)
     return terms
-
-
-def _sequence_mean(
-    inputs: LossInputs, cp_group: dist.ProcessGroup | None, column: torch.Tensor
-) -> torch.Tensor:
-    return sequence_log_ratio(
-        column, inputs.loss_mask, inputs.cu_seqlens, mean=True, cp_group=cp_group
-    )
 
 
 def _correct(

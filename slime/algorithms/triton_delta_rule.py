@@ -112,7 +112,7 @@ class _Call:
         tokens, key_heads, key_dim = self.key.shape
         _, heads, value_dim = self.value.shape
         self.heads, self.num_chunks = heads, len(borders.chunks)
-        self.sizes = {
+        sizes = {
             "KEY_HEADS": key_heads,
             "HEADS": heads,
             "KEY_DIM": key_dim,
@@ -122,11 +122,10 @@ class _Call:
             "num_stages": 2,
         }
         wide = _power_of_2(key_dim)
-        self.blocks = {"KEY_BLOCK": min(64, wide), "VALUE_BLOCK": min(64, _power_of_2(value_dim))}
-        self.scans = {
-            "KEY_BLOCK": wide,
-            "VALUE_BLOCK": min(_STATE_COLUMNS, _power_of_2(value_dim)),
-        }
+        columns = _power_of_2(value_dim)
+        self.options = {**sizes, "KEY_BLOCK": min(64, wide), "VALUE_BLOCK": min(64, columns)}
+        scan_columns = min(_STATE_COLUMNS, columns)
+        self.scan_options = {**sizes, "KEY_BLOCK": wide, "VALUE_BLOCK": scan_columns}
         self.sums = torch.empty_like(self.decay)  # c
         self.inverse = self.value.new_empty(tokens, heads, CHUNK)  # X
         self.u = torch.empty_like(self.value)
@@ -140,15 +139,13 @@ class _Call:
         kernels.prepare_kernel[(self.num_chunks, self.heads)](
             *(self.key, self.value, self.decay, self.beta, borders.starts, borders.chunks),
             *(self.sums, self.inverse, self.u, self.w),
-            **self.sizes,
-            **self.blocks,
+            **self.options,
         )
         kernels.state_kernel[self._scan_grid()](
             *(self.key, self.sums, self.u, self.w, borders.starts, borders.first_chunks),
             *(first, last, self.states, self.written),
             HAS_ENDS=first is not None,
-            **self.sizes,
-            **self.scans,
+            **self.scan_options,
         )
 
     def output(self) -> torch.Tensor:
@@ -156,8 +153,7 @@ class _Call:
         kernels.output_kernel[(self.num_chunks, self.heads)](
             *(self.query, self.key, self.sums, self.states, self.written),
             *(self.borders.starts, self.borders.chunks, out),
-            **self.sizes,
-            **self.blocks,
+            **self.options,
         )
         return out
 
@@ -168,39 +164,36 @@ class _Call:
         within, d_written = torch.empty_like(grad), torch.empty_like(grad)
         d_states = torch.empty_like(self.states)
         kernels.within_kernel[grid](
-            *(self.query, self.key, self.sums, grad, *where, within), **self.sizes, **self.blocks
+            *(self.query, self.key, self.sums, grad, *where, within), **self.options
         )
         kernels.state_backward_kernel[self._scan_grid()](
             *(self.query, self.key, self.sums, self.w, grad, within),
             *(borders.starts, borders.first_chunks, d_states, d_written),
-            **self.sizes,
-            **self.scans,
+            **self.scan_options,
         )
         p, r = torch.empty_like(self.u), torch.empty_like(self.w)
         d_query, d_key = torch.empty_like(self.w), torch.empty_like(self.w)  # per value head
         d_value, d_beta = torch.empty_like(self.value), torch.empty_like(self.beta)
         d_sums, d_decay = torch.empty_like(self.sums), torch.empty_like(self.decay)
         kernels.solve_backward_kernel[grid](
-            *(self.inverse, self.states, d_written, *where, p, r), **self.sizes, **self.blocks
+            *(self.inverse, self.states, d_written, *where, p, r), **self.options
         )
         kernels.query_backward_kernel[grid](
             *(self.query, self.key, self.sums, self.states, self.written, grad),
             *(*where, d_query, d_sums),
-            **self.sizes,
-            **self.blocks,
+            **self.options,
         )
         kernels.key_backward_kernel[grid](
             *(self.query, self.key, self.value, self.beta, self.sums, self.u, self.w, p, r),
             *(self.states, self.written, d_states, grad, d_sums, *where),
             *(d_key, d_value, d_beta, d_decay),
-            **self.sizes,
-            **self.blocks,
+            **self.options,
         )
         shape = (len(self.key), self.key.shape[1], -1, self.key.shape[2])
         return *(x.view(shape).sum(2) for x in (d_query, d_key)), d_value, d_decay, d_beta
 
     def _scan_grid(self) -> tuple[int, int]:
-        columns = -(-self.value.shape[2] // self.scans["VALUE_BLOCK"])
+        columns = -(-self.value.shape[2] // self.scan_options["VALUE_BLOCK"])
         return (len(self.borders.starts) - 1) * self.heads, columns
 
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from slime.core.types import MetricSum, ParallelInfo, RolloutBatch, TrainBatch
 from slime.runlog.export_folder import ExportInfo
 from slime.utils.device import device_type
 from slime.weights.buckets import HFTensors
-
-if TYPE_CHECKING:
-    from slime.config.arguments import Args
 
 HFBucket = HFTensors  # (Hugging Face name, full tensor) pairs of one bucket
 ModelName = Literal["actor", "ref", "teacher"]
@@ -45,20 +42,6 @@ class Backend(ABC):
     """One rank of a training backend."""
 
     parallel: ParallelInfo
-
-    @abstractmethod
-    def init(
-        self,
-        args: Args | None = None,
-        role: str = "actor",
-        with_ref: bool = False,
-        with_opd_teacher: bool = False,
-        checkpoint: str | None = None,
-    ) -> int:
-        """Join the process group, build and load the model; return the first rollout id.
-
-        `checkpoint` is the folder of one checkpoint (`iter_0000019`) to resume from.
-        """
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:

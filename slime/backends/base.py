@@ -135,10 +135,15 @@ class TrainRayActor(Backend):
         with_opd_teacher: bool = False,
         checkpoint: str | None = None,
     ) -> int:
-        """Do the part of `init` that needs no model; return 0."""
+        """Join the process group; a backend's `init` also builds and loads the model.
+
+        It returns the first rollout id. `checkpoint` is the folder of one checkpoint to resume from,
+        such as `iter_0000019`.
+        """
         if args is not None:
             self.args = args
         self.role = role
+        self._phase = "train" if role == "actor" else role
         if role == "critic":
             self.args = self.args.replace(**self.args.critic_overrides)
         if device_type() == "cuda":
@@ -248,9 +253,8 @@ class TrainRayActor(Backend):
         assert batch.schedule is not None
         several_steps = len(batch.schedule.steps) > 1 and not args.use_rollout_logprobs
         correction = args.use_tis and args.use_rollout_logprobs
-        replays = args.use_routing_replay
         hooks = self.hooks.see_old_log_probs
-        return several_steps or correction or replays or args.kl_coef != 0 or hooks
+        return several_steps or correction or args.use_routing_replay or args.kl_coef != 0 or hooks
 
     def advantages(self, rollout_id: int, batch: RolloutBatch) -> None:
         """Fill `batch.advantages` and `batch.returns`, then call the user's postprocessing hook."""
@@ -319,10 +323,6 @@ class TrainRayActor(Backend):
         output = self._loss.custom(batch, logits)
         result.add(output.metrics)
         return output.loss
-
-    @property
-    def _phase(self) -> str:
-        return "train" if self.role == "actor" else self.role
 
     def report(self, batch: RolloutBatch, results: list[StepResult]) -> TrainReport:
         times = {k: v for k, v in self.timer.take().items() if k != "perf/step_time"}

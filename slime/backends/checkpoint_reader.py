@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import metadata as shard_metadata
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from slime.core.errors import ConfigError
@@ -168,37 +169,19 @@ def _cover(items: list[planner.ReadItem], sizes: torch.Size) -> bool:
     return bool(covered.all())
 
 
-class _SlicePlanner(LoadPlanner):
+class _SlicePlanner(DefaultLoadPlanner):
     """Copy what is read to the tensors of `read_slices`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.items: list[planner.ReadItem] = []
         self.targets: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan(self.items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
 
     def load_bytes(self, read_item: planner.ReadItem, value: io.BytesIO) -> None:
         raise ConfigError(f"{read_item.dest_index.fqn} is stored as a pickled object")
 
-    def resolve_tensor(self, read_item: planner.ReadItem) -> torch.Tensor:
-        place = read_item.dest_index
-        target = self.targets[place.fqn, tuple(place.offset or ())]
-        for axis, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            target = target.narrow(axis, start, length)
-        return target
-
-    def commit_tensor(self, read_item: planner.ReadItem, tensor: torch.Tensor) -> None: ...
+    def lookup_tensor(self, index: metadata.MetadataIndex) -> torch.Tensor:
+        return self.targets[index.fqn, tuple(index.offset or ())]
 
 
 def refuse_foreign_optimizer(folder: Path) -> None:

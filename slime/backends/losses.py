@@ -7,6 +7,7 @@ is their concatenation. `WholeRows` converts packed columns to these tensors and
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from slime.algorithms.policy_loss import (
     Corrected,
     Correction,
+    Reducer,
     importance_correction,
     policy_loss,
     sft_loss,
@@ -102,23 +104,10 @@ class TrainLoss:
 
 
 def _inputs(batch: TrainBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> LossInputs:
-    return LossInputs(
-        log_probs=log_probs,
-        loss_mask=batch.loss_mask,
-        loss_weights=batch.loss_weights,
-        cu_seqlens=batch.cu_seqlens,
-        entropy=entropy,
-        advantages=batch.advantages,
-        returns=batch.returns,
-        values=batch.values,
-        old_log_probs=batch.old_log_probs,
-        ref_log_probs=batch.ref_log_probs,
-        rollout_log_probs=batch.rollout_log_probs,
-        teacher_log_probs=batch.teacher_log_probs,
-    )
-
-
-Reducer = Callable[[torch.Tensor], torch.Tensor]
+    """Return the inputs of a loss: the outputs of the forward pass, and the batch's columns by name."""
+    columns = {f.name for f in fields(LossInputs)} - {"log_probs", "entropy"}
+    shared = {name: getattr(batch, name) for name in columns}
+    return LossInputs(log_probs=log_probs, entropy=entropy, **shared)
 
 
 class TrainHooks:
@@ -179,7 +168,7 @@ class TrainHooks:
         per_token = self.args.calculate_per_token_loss
         rows = WholeRows(batch, cp_group)
         masks = rows.cut(batch.loss_mask)
-        reduce = self._reducer(_total_lens(batch), batch.response_lens, masks, per_token)
+        reduce = self._reducer(batch.total_lens, batch.response_lens, masks, per_token)
         # The user's function sums over samples (or tokens); the divisor covers the whole step.
         scale = rows.largest(batch.loss_weights) if per_token else 1 / batch.num_trajectories
         return lambda losses: rows.share(reduce(torch.cat(rows.cut(losses))) * scale)
@@ -202,7 +191,7 @@ def _custom_correction(
         train_log_probs=rows.cut(old_log_probs),
         rollout_log_probs=rows.cut(rollout_log_probs),
         loss_masks=rows.cut(loss_mask),
-        total_lengths=_total_lens(batch),
+        total_lengths=batch.total_lens,
         response_lengths=batch.response_lens,
     )
     device = pg_loss.device
@@ -211,10 +200,6 @@ def _custom_correction(
         loss_mask=rows.packed(torch.cat(list(masks))),
         metrics={k: rows.packed(torch.as_tensor(v, device=device)) for k, v in metrics.items()},
     )
-
-
-def _total_lens(batch: TrainBatch) -> list[int]:
-    return [p + r for p, r in zip(batch.prompt_lens, batch.response_lens, strict=True)]
 
 
 class WholeRows:

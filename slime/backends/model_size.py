@@ -126,13 +126,9 @@ class ModelCount:
     ranks: list[RankModel]
     attention_repeats_keys: bool  # the installed torch's attention kernel has no GQA
     torch_version: str
-    served: dict[str, WholeModel] = field(
-        default_factory=dict
-    )  # other models of engines, by folder
+    # other models of engines, by folder
+    served: dict[str, WholeModel] = field(default_factory=dict)
     adapters: AdapterCount | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> ModelCount:
@@ -221,7 +217,7 @@ def _answer(request: CountRequest) -> dict:
     Only a user's model provider may build a different model on a GPU.
     """
     try:
-        return _count(request).to_json()
+        return asdict(_count(request))
     except UserError as error:
         return {"refused": str(error)}
     except Exception as error:

@@ -76,10 +76,13 @@ class LrSchedule:
     decay_steps: int = 0  # first step with min_lr; includes the warm-up
 
     def __post_init__(self) -> None:
+        flags = "--lr-decay-style, --lr-decay-iters, --lr-warmup-iters"
         if self.style not in DECAY_STYLES:
-            raise ValueError(f"decay style {self.style!r} is none of {', '.join(DECAY_STYLES)}")
+            known = ", ".join(DECAY_STYLES)
+            raise ConfigError(f"{flags}: decay style {self.style!r} is none of {known}")
         if self.style != "constant" and self.decay_steps < max(self.warmup_steps, 1):
-            raise ValueError(f"{self.decay_steps} decay steps, {self.warmup_steps} of warm-up")
+            steps = f"{self.decay_steps} decay steps, {self.warmup_steps} of warm-up"
+            raise ConfigError(f"{flags}: {steps}")
 
     def at(self, step: int) -> float:
         if step < self.warmup_steps:
@@ -102,20 +105,14 @@ def warmup_steps(iters: int, fraction: float | None, decay_steps: int | None) ->
 
 def lr_schedule(args: Args) -> LrSchedule:
     """Return the schedule of the `--lr*` flags; raise ConfigError if they contradict each other."""
-    try:
-        return LrSchedule(
-            lr=args.lr,
-            min_lr=args.min_lr,
-            style=args.lr_decay_style,
-            warmup_steps=warmup_steps(
-                args.lr_warmup_iters, args.lr_warmup_fraction, args.lr_decay_iters
-            ),
-            decay_steps=args.lr_decay_iters or 0,
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"--lr-decay-style, --lr-decay-iters, --lr-warmup-iters: {error}"
-        ) from None
+    warmup = warmup_steps(args.lr_warmup_iters, args.lr_warmup_fraction, args.lr_decay_iters)
+    return LrSchedule(
+        lr=args.lr,
+        min_lr=args.min_lr,
+        style=args.lr_decay_style,
+        warmup_steps=warmup,
+        decay_steps=args.lr_decay_iters or 0,
+    )
 
 
 Coefficients = Sequence[tuple[float, float, float]]

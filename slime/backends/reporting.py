@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -21,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from slime.algorithms.policy_loss import mismatch_metrics
 from slime.backends.backend import StepResult
 from slime.core.batches import add_up, prefixed, reduce_metrics
+from slime.core.dp_schedule import trained_rows
 from slime.core.types import (
     Activity,
     MetricSum,
@@ -57,8 +57,8 @@ class Reporter:
             means = {f"critic_{name}": value for name, value in means.items()}
         metrics = {**prefixed("train", means), **times}
         if self._role == "actor":
-            tokens = sum(self._gather(sum(batch.total_lens))) / self._parallel.cp_size
-            metrics["perf/train_tokens"] = float(tokens)
+            here = sum(len(batch.tokens[row]) for row in trained_rows(batch.schedule, len(batch)))
+            metrics["perf/train_tokens"] = sum(self._gather(here)) / self._parallel.cp_size
         tokens = self._trained_tokens(batch, results)
         return TrainReport(metrics=metrics, tokens=tokens, activity=activity)
 
@@ -74,7 +74,9 @@ class Reporter:
         if batch.old_log_probs is not None:
             computed = dict(enumerate(batch.old_log_probs))
         found = []
-        for row in np.flatnonzero(batch.logged).tolist():
+        for row in trained_rows(batch.schedule, len(batch)):
+            if not batch.logged[row]:
+                continue
             optional = {name: getattr(batch, name) for name in _LOGGED_COLUMNS}
             columns = {name: column[row] for name, column in optional.items() if column is not None}
             if row in computed:

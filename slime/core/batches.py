@@ -26,7 +26,6 @@ _SCALAR_DTYPES = {
     "num_trajectories": np.int64,
     "logged": np.int8,
 }
-_TOTAL_DTYPES = {"tokens": np.int32}
 _RESPONSE_DTYPES = {
     "loss_masks": np.int8,
     "loss_weights": np.float32,
@@ -39,7 +38,7 @@ _RESPONSE_DTYPES = {
     "returns": np.float32,
 }
 _RAGGED = {
-    **_TOTAL_DTYPES,
+    "tokens": np.int32,
     **_RESPONSE_DTYPES,
     "routed_experts": np.int16,
     "positions": np.int32,
@@ -306,6 +305,11 @@ class TrainBatch:
     image_keys: list[str] | None = None  # hashes of the distinct images
     image_order: list[int] | None = None  # row of image_grids for each image in packed order
 
+    @property
+    def total_lens(self) -> list[int]:
+        """Return the number of prompt and response tokens of each row."""
+        return [p + r for p, r in zip(self.prompt_lens, self.response_lens, strict=True)]
+
     def as_dummy(self) -> TrainBatch:
         zeros = self.loss_mask * 0
         ahead = None if self.mtp_weights is None else self.mtp_weights * 0
@@ -313,12 +317,8 @@ class TrainBatch:
 
     def to(self, device: torch.device | str) -> TrainBatch:
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TrainBatch(
-            **{
-                name: value.to(device) if hasattr(value, "to") else value
-                for name, value in columns.items()
-            }
-        )
+        tensors = {name: value for name, value in columns.items() if hasattr(value, "to")}
+        return replace(self, **{name: value.to(device) for name, value in tensors.items()})
 
 
 @dataclass(kw_only=True)

@@ -49,9 +49,11 @@ def make_schedule(
     if not len(total_lens):
         raise ValueError("there are no rows to schedule")
     lens = _padded(total_lens, cp_size)
-    limits = _Limits(max_rows=micro_batch_size, max_tokens=_times(max_tokens, cp_size))
     forward_tokens = max_tokens if log_probs_max_tokens is None else log_probs_max_tokens
-    forward_limits = _Limits(max_rows=micro_batch_size, max_tokens=_times(forward_tokens, cp_size))
+    limits, forward_limits = (
+        _Limits(max_rows=micro_batch_size, max_tokens=None if n is None else n * cp_size)
+        for n in (max_tokens, forward_tokens)
+    )
 
     steps = steps_of_rows(trajectory_ids, global_batch_size)
     assigned = [
@@ -156,10 +158,6 @@ def _padded(total_lens: Sequence[int], cp_size: int) -> list[int]:
     """Return the packed lengths: context parallelism pads each row to a multiple of 2 * cp_size."""
     unit = 2 * cp_size if cp_size > 1 else 1
     return [-(-int(n) // unit) * unit for n in total_lens]
-
-
-def _times(tokens: int | None, cp_size: int) -> int | None:
-    return None if tokens is None else tokens * cp_size
 
 
 def _assign_to_ranks(

@@ -1,8 +1,5 @@
 """Public import path of `slime.config.arguments`."""
 
-from slime.config.arguments import (
-    Args,
-    parse_args,
-)
+from slime.config.arguments import Args, parse_args
 
 __all__ = ["Args", "parse_args"]

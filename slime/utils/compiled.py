@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    import torch
-
-
 import ctypes
+import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -42,7 +40,9 @@ def compiled_on_gpu(function: Function) -> Function:
         if not first.is_cuda:
             return function(first, *rest, **options)
         if not compiled:
-            compiled.append(_compile(function))
+            import torch
+
+            compiled.append(torch.compile(function, dynamic=True))
         try:
             return compiled[0](first, *rest, **options)
         except Exception as error:
@@ -53,12 +53,6 @@ def compiled_on_gpu(function: Function) -> Function:
             return function(first, *rest, **options)
 
     return call  # type: ignore[return-value]
-
-
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    import torch
-
-    return torch.compile(function, dynamic=True)
 
 
 def _is_compiler_error(error: Exception) -> bool:
@@ -102,10 +96,7 @@ def _folder() -> Path:
 
 def _fingerprint(compiler: str, source: Path) -> str:
     """Hash the sources, the compiler flags and the features of the processor."""
-    cpu = ""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith(("flags", "Features")):
-            cpu = line
-            break
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     text = f"{compiler} {_FLAGS} {cpu}\n{source.read_text()}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

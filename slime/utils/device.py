@@ -76,10 +76,3 @@ def _boot_id() -> str:
 
 def collective_backend() -> str:
     return "nccl" if device_type() == "cuda" else "gloo"
-
-
-def synchronize() -> None:
-    if device_type() == "cuda":
-        import torch
-
-        torch.cuda.synchronize()

@@ -1,10 +1,5 @@
 """Public import path of `slime.core.errors`."""
 
-from slime.core.errors import (
-    ConfigError,
-    UserError,
-    WeightMismatchError,
-    WeightSyncError,
-)
+from slime.core.errors import ConfigError, UserError, WeightMismatchError, WeightSyncError
 
 __all__ = ["ConfigError", "UserError", "WeightMismatchError", "WeightSyncError"]

@@ -26,6 +26,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MIB = 2**20
 _SPARE_FILES = 256  # file descriptors for everything that is not a connection
+_LOG_EVERY_S = 10.0  # at most one line per kind of error
 _WRITE_TIMEOUT_S = 600.0  # for a client to read a reply larger than the socket's buffer
 
 
@@ -222,19 +223,18 @@ class _ClosedAtOnce(asyncio.Protocol):
 
 
 class _QuietFilter(logging.Filter):
-    """Rate limit: one line per kind of client error, and one traceback per kind of our own, per 10 s."""
+    """Rate limit: one line per kind of client error, and one traceback per kind of our own."""
 
-    def __init__(self, every_s: float = 10.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._every_s = every_s
         self._last: dict[str, tuple[float, int]] = {}  # kind -> (last log time, suppressed)
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
         kind = type(error).__name__
-        logged, suppressed = self._last.get(kind, (-self._every_s, 0))
+        logged, suppressed = self._last.get(kind, (-_LOG_EVERY_S, 0))
         now = time.monotonic()
-        if now - logged < self._every_s:
+        if now - logged < _LOG_EVERY_S:
             self._last[kind] = logged, suppressed + 1
             return False
         self._last[kind] = now, 0

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -121,41 +120,27 @@ def usable_cores() -> int:
 
 def gpus() -> list[Gpu]:
     """Return the GPUs that nvidia-smi reports, which unlike torch creates no CUDA context."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = "--query-gpu=name,memory.total,driver_version"
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    try:
-        reply = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [line.split(", ") for line in reply.stdout.splitlines() if line.count(", ") == 2]
-    return [Gpu(name=name, memory_mib=int(mib), driver=driver) for name, mib, driver in rows]
+    rows = [line.split(", ") for line in _nvidia_smi("name,memory.total,driver_version")]
+    return [
+        Gpu(name=row[0], memory_mib=int(row[1]), driver=row[2]) for row in rows if len(row) == 3
+    ]
 
 
 def compute_capability() -> tuple[int, int] | None:
     """Return the lowest of this machine's GPUs, such as (9, 0) for Hopper; None if it is unknown."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        reply = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    found = re.findall(r"^(\d+)\.(\d+)$", reply.stdout, re.MULTILINE)
-    return min(((int(major), int(minor)) for major, minor in found), default=None)
+    found = [re.fullmatch(r"(\d+)\.(\d+)", line) for line in _nvidia_smi("compute_cap")]
+    return min(((int(each[1]), int(each[2])) for each in found if each), default=None)
 
 
 def busy_gpus() -> int:
     """Return the number of GPUs with more memory in use than the driver needs."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        reply = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(int(line) > _IDLE_MIB for line in reply.stdout.split() if line.isdigit())
+    return sum(int(n) > _IDLE_MIB for n in _nvidia_smi("memory.used") if n.isdigit())
+
+
+def _nvidia_smi(fields: str) -> list[str]:
+    """Return nvidia-smi's line for each GPU; no lines if it is missing or fails."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    return (_output(command) or "").splitlines()
 
 
 def torch_cuda_version() -> str | None:
@@ -186,10 +171,11 @@ def available_memory() -> int:
 
 def git_commit(folder: Path) -> str | None:
     """Return the commit of the checkout that holds `folder`, with "+changes" if files differ from it."""
-    commit = _git(folder, "rev-parse", "HEAD")
+    git = ["git", "-C", str(folder)]
+    commit = _output([*git, "rev-parse", "HEAD"])
     if commit is None:
         return None
-    return f"{commit}+changes" if _git(folder, "status", "--porcelain", "-uno") else commit
+    return f"{commit}+changes" if _output([*git, "status", "--porcelain", "-uno"]) else commit
 
 
 def describe_machine() -> dict[str, object]:
@@ -204,11 +190,10 @@ def describe_machine() -> dict[str, object]:
     }
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _output(command: list[str]) -> str | None:
+    """Return what a command prints; None if it is missing, fails or takes more than 10 s."""
     try:
-        reply = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10
-        )
+        reply = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
     return reply.stdout.strip() if reply.returncode == 0 else None
@@ -223,15 +208,15 @@ class TeProbe:
     blocks: str = ""  # why it has no FP8 in blocks of 128
 
 
-def probe_te(python: str = sys.executable) -> TeProbe:
-    """Import TransformerEngine with `python` and report what this GPU supports.
+def probe_te() -> TeProbe:
+    """Import TransformerEngine and report what this GPU supports.
 
     Its compiled extension must match torch and needs GPU libraries. It is imported in a subprocess,
     because the import may crash.
     """
     try:
         done = subprocess.run(
-            [python, "-c", _TE_CODE],
+            [sys.executable, "-c", _TE_CODE],
             capture_output=True,
             text=True,
             timeout=_TE_TIMEOUT_S,

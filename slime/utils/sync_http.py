@@ -54,8 +54,8 @@ def get_json(url: str, *, token: str | None = None, timeout: float = 60.0, retri
     return _call_once("GET", url, None, token, timeout, retries)
 
 
-def delete_json(url: str, *, token: str | None = None, timeout: float = 60.0) -> Any:
-    return _call_once("DELETE", url, None, token, timeout, retries=3)
+def delete_json(url: str, *, timeout: float) -> Any:
+    return _call_once("DELETE", url, None, None, timeout, retries=3)
 
 
 class JsonClient:

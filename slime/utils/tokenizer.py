@@ -1,8 +1,5 @@
 """Public import path of `slime.data.tokenizer`."""
 
-from slime.data.tokenizer import (
-    load_hf_config,
-    load_tokenizer,
-)
+from slime.data.tokenizer import load_hf_config, load_tokenizer
 
 __all__ = ["load_hf_config", "load_tokenizer"]

@@ -17,15 +17,15 @@ CPU = torch.device("cpu")
 # Plain torch under the names of fla, with a step behind the output that each test chooses.
 CONVOLUTION = """
 import torch.nn.functional as F
-from slime.algorithms.gated_delta import causal_conv, chunk_layout
+from slime.algorithms.gated_delta import chunk_layout, continue_conv
 
 def causal_conv1d(x, weight, initial_state, output_final_state, activation, cu_seqlens, chunk_indices):
     layout = chunk_layout(tuple(cu_seqlens.diff().tolist()), x.device)
-    return F.silu(causal_conv(x[0], weight, layout))[None], None
+    return F.silu(continue_conv(x[0], weight, layout)[0])[None], None
 """
 RULE = """
 import torch
-from slime.algorithms.gated_delta import chunk_layout, gated_delta_rule
+from slime.algorithms.gated_delta import chunk_layout, continue_delta_rule
 
 class Step(torch.autograd.Function):
     @staticmethod
@@ -42,7 +42,7 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, chunk_indices
 ):
     layout = chunk_layout(tuple(cu_seqlens.diff().tolist()), q.device)
-    return Step.apply(gated_delta_rule(q[0], k[0], v[0], g[0], beta[0], layout))[None], None
+    return Step.apply(continue_delta_rule(q[0], k[0], v[0], g[0], beta[0], layout)[0])[None], None
 """
 REFUSAL = (
     "Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results for gated chunk_bwd_dqkwg (see "

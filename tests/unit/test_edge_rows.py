@@ -13,8 +13,9 @@ import torch
 
 from slime.algorithms.estimators import RECIPES, compute_advantages
 from slime.algorithms.policy_loss import policy_loss
+from slime.backends.reporting import Reporter
 from slime.core.packing import pack
-from slime.core.types import LossInputs, ParallelInfo, Sample, Status
+from slime.core.types import Activity, LossInputs, ParallelInfo, Sample, Status
 from slime.rollout.train_data import samples_to_batch, split_batch
 from tests.args import make_args
 
@@ -55,6 +56,19 @@ def advantages_and_loss(samples: list[Sample], **flags) -> tuple[list[list[float
     output.loss.backward()
     rows = [row.tolist() for row in part.advantages]
     return rows, output.loss.item(), bool(log_probs.grad.any())
+
+
+def test_a_rank_without_rows_reports_no_tokens():
+    """It repeats the shortest row in its dummies, which another rank trains on and reports."""
+    args = make_args(rollout_batch_size=2, n_samples_per_prompt=1)
+    batch = samples_to_batch(args, [sample(0, 0, 1.0, 5), sample(1, 1, 0.0, 3)])
+    batch.logged = np.ones(2, np.int8)
+    reports = []
+    for part in split_batch(args, batch, dp_size=3, cp_size=1):
+        part.advantages = [np.zeros(n, np.float32) for n in part.response_lens]
+        reports.append(Reporter(args, "actor", ParallelInfo()).report(part, [], {}, Activity()))
+    assert [[row.sample_index for row in report.tokens] for report in reports] == [[0], [1], []]
+    assert [report.metrics["perf/train_tokens"] for report in reports] == [6, 4, 0]
 
 
 UNEVEN = [(0, 1.0), (0, 0.0), (0, 0.0), (1, 1.0), (2, 1.0), (2, 0.0)]

@@ -12,10 +12,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 from slime.algorithms import delta_kernels
 from slime.algorithms.gated_delta import (
     DeltaHeads,
-    causal_conv,
     chunk_layout,
+    continue_conv,
+    continue_delta_rule,
     gated_delta_net,
-    gated_delta_rule,
 )
 
 HEADS = DeltaHeads(num_key=2, num_value=4, key_dim=8, value_dim=6)
@@ -78,7 +78,7 @@ def test_one_sample_in_fp32_is_what_transformers_computes():
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(total, 4, 8, generator=generator) for _ in range(3))
     g, beta = -torch.rand(total, 4, generator=generator), torch.rand(total, 4, generator=generator)
-    ours = gated_delta_rule(q, k, v, g, beta, chunk_layout((total,), CPU))
+    ours, _ = continue_delta_rule(q, k, v, g, beta, chunk_layout((total,), CPU))
     theirs, _ = torch_chunk_gated_delta_rule(
         q[None], k[None], v[None], g=g[None], beta=beta[None], use_qk_l2norm_in_kernel=True
     )
@@ -123,7 +123,7 @@ def test_a_cpu_computes_in_plain_torch(dtype: torch.dtype):
 def test_a_convolution_starts_at_zero_in_every_sample():
     x = torch.ones(5, 1)
     weight = torch.tensor([[1.0, 10.0, 100.0]])
-    out = causal_conv(x, weight, chunk_layout((3, 2), CPU))
+    out, _ = continue_conv(x, weight, chunk_layout((3, 2), CPU))
     assert out.squeeze(1).tolist() == [100, 110, 111, 100, 110]
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from slime.backends.backend import StepResult
 from slime.backends.fsdp_utils.optimizer import ShardedOptimizer
 from slime.backends.optim import DECAY_STYLES, LrSchedule, lr_schedule, step_optimizer, warmup_steps
-from slime.core.errors import UserError
+from slime.core.errors import ConfigError, UserError
 from slime.core.types import MetricSum
 from tests.args import make_args
 
@@ -77,7 +77,7 @@ def test_warm_up_as_a_fraction_of_the_decay():
     ],
 )
 def test_impossible_schedules_are_refused(fields):
-    with pytest.raises(ValueError, match=r"WSD|decay steps"):
+    with pytest.raises(ConfigError, match=r"--lr-decay-iters.*(WSD|decay steps)"):
         LrSchedule(lr=1.0, **fields)
 
 

@@ -250,6 +250,22 @@ def test_what_stands_at_tokens_that_are_not_trained_does_not_matter(estimator):
     assert_same(packed_value_and_gradients(batch, rows, function), plain[:2])
 
 
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo"])
+def test_a_correction_ignores_tokens_that_are_not_trained(estimator, level):
+    """A hook may record None as the log-prob of tool output, which is NaN in a batch."""
+    batch = batch_and_log_probs()
+    rows = [list(range(N))]
+    correction = functools.partial(importance_correction, level=level)
+    function = functools.partial(policy_loss, estimator=estimator, correction=correction, **EPS)
+    *plain, metrics = packed_value_and_gradients(batch, rows, function)
+    for column, mask in zip(batch.rollout_log_probs, batch.loss_masks, strict=True):
+        column[mask == 0] = np.nan
+    *found, found_metrics = packed_value_and_gradients(batch, rows, function)
+    assert_same(found, plain)
+    assert found_metrics == metrics
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo"])
 @pytest.mark.parametrize("gap", [-500.0, 500.0])
 def test_a_ratio_beyond_all_bounds_stays_finite(gap, estimator):

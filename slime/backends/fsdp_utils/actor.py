@@ -88,7 +88,6 @@ class FSDPTrainRayActor(LoraTrainRayActor):
         if with_ref and self.model.lora is None:
             self.frozen["ref"] = self._load_frozen(first_weights(args, "ref"))
         if with_opd_teacher:
-            assert args.opd_teacher_load is not None, "with_opd_teacher comes from this flag"
             self.frozen["teacher"] = self._load_frozen(teacher_weights(args))
         torch.manual_seed(args.seed + self.rank)
         return 0 if checkpoint is None else self.load(checkpoint) + 1

@@ -10,9 +10,8 @@ rng_<rank>.pt     RNG state of each rank
 from __future__ import annotations
 
 import json
-from collections.abc import ItemsView
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -82,13 +81,18 @@ class Checkpointer:
         folder = Path(path)
         base = None if model.lora is None else self._base | model.base_checksum
         if dist.get_rank() == 0:
-            facts = _facts(model, rollout_id, optimizer.num_steps, with_optimizer)
-            facts = replace(
-                facts,
-                base=base,
-                has_ref=ref is not None,
+            params = _saved_params(model, own=model.lora is not None)
+            facts = CheckpointFacts(
+                rollout_id=rollout_id,
+                num_steps=optimizer.num_steps,
+                has_optimizer=with_optimizer,
+                model_type=model.module.hf.config.model_type,
+                shapes={name: list(param.shape) for name, param in params.items()},
                 optimizer=optimizer.kind,
                 moment_steps=optimizer.moment_steps,
+                has_ref=ref is not None,
+                lora=None if model.lora is None else asdict(model.lora),
+                base=base,
             )
             (folder / _FACTS).write_text(json.dumps(asdict(facts)) + "\n")
         torch.save(_rng_state(), folder / f"rng_{dist.get_rank()}.pt")
@@ -133,7 +137,7 @@ class Checkpointer:
         _refuse_other_architecture(facts, _saved_params(model, own=only_own), path, absent)
         if absent:
             zero_value_head(model)
-        self._read(path, _model_tensors(model, without=absent, own=only_own))
+        self._read(path, _model_tensors(model, own=only_own, without=absent))
         return facts
 
     def load_optimizer(
@@ -181,30 +185,15 @@ def is_checkpoint(path: str) -> bool:
     return (Path(path) / _FACTS).exists()
 
 
-def _facts(
-    model: ShardedModel, rollout_id: int, num_steps: int, with_optimizer: bool
-) -> CheckpointFacts:
-    return CheckpointFacts(
-        rollout_id=rollout_id,
-        num_steps=num_steps,
-        has_optimizer=with_optimizer,
-        model_type=model.module.hf.config.model_type,
-        shapes={n: list(p.shape) for n, p in _saved_params(model, own=model.lora is not None)},
-        lora=None if model.lora is None else asdict(model.lora),
-    )
-
-
-def _saved_params(model: ShardedModel, *, own: bool) -> ItemsView[str, DTensor]:
+def _saved_params(model: ShardedModel, *, own: bool) -> dict[str, DTensor]:
     """Return the parameters that a checkpoint holds; with `own`, adapters and a critic's value head."""
-    if own or model.lora is None:
-        return (model.own if own else model.params).items()
-    return {n: p for n, p in model.params.items() if not is_adapter(n)}.items()
+    return model.own if own else {n: p for n, p in model.params.items() if not is_adapter(n)}
 
 
 def _refuse_other_architecture(
-    facts: CheckpointFacts, params: ItemsView[str, DTensor], path: str, but: str | None
+    facts: CheckpointFacts, params: dict[str, DTensor], path: str, but: str | None
 ) -> None:
-    shapes = {name: list(param.shape) for name, param in params}
+    shapes = {name: list(param.shape) for name, param in params.items()}
     names = (facts.shapes.keys() | shapes.keys()) - {but}
     differing = sorted(n for n in names if facts.shapes.get(n) != shapes.get(n))
     if not differing:
@@ -224,9 +213,7 @@ def _refuse_other_optimizer(facts: CheckpointFacts, optimizer: ShardedOptimizer,
         )
 
 
-def _model_tensors(
-    model: ShardedModel, without: str | None = None, *, own: bool = False
-) -> Tensors:
+def _model_tensors(model: ShardedModel, *, own: bool, without: str | None = None) -> Tensors:
     named = model.tensors(without=without)
     if own:
         named = {name: param for name, param in model.own.items() if name != without}

@@ -14,7 +14,7 @@ gathers a layer, and torch before 2.13 does not shard integers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,16 @@ def quantized_parameters(hf: PreTrainedModel, folder: str, stored: StoredNames) 
     return names
 
 
+def check_shape(path: str, name: str, wanted: torch.Size, found: Sequence[int] | None) -> None:
+    """Raise UserError unless a checkpoint holds this tensor in the wanted shape."""
+    if found is None or tuple(found) != wanted:
+        has = "no such tensor" if found is None else f"shape {tuple(found)}"
+        raise UserError(
+            f"{path} is a checkpoint of another architecture than --hf-checkpoint: "
+            f"{name} should have shape {tuple(wanted)}, it has {has}"
+        )
+
+
 class BaseFiles:
     """The tensors of an FP8 checkpoint under the names of the model's parameters and scales."""
 
@@ -98,13 +108,7 @@ class BaseFiles:
         """Raise UserError unless the files hold this tensor, split or fused; only headers are read."""
         meta = torch.empty(target.shape, dtype=target.dtype, device="meta")
         for stored, part in self._parts(name, meta, packed):
-            found = self._shapes.get(stored)
-            if found != list(part.shape):
-                has = "no such tensor" if found is None else f"shape {tuple(found)}"
-                raise UserError(
-                    f"{self._folder} is a checkpoint of another architecture than --hf-checkpoint: "
-                    f"{stored} should have shape {tuple(part.shape)}, it has {has}"
-                )
+            check_shape(self._folder, stored, part.shape, self._shapes.get(stored))
 
     def read(self, name: str, target: torch.Tensor, *, packed: bool) -> torch.Tensor:
         """Return the whole tensor in the dtype of the target."""

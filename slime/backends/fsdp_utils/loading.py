@@ -31,7 +31,12 @@ from transformers.utils import logging as transformers_logging
 from slime.backends.base import first_weights
 from slime.backends.fsdp_utils.delta_net import pack_delta_nets
 from slime.backends.fsdp_utils.expert_parallel import ExpertGroups, parallelize_experts
-from slime.backends.fsdp_utils.fp8_base import BaseFiles, fp8_base_format, quantized_parameters
+from slime.backends.fsdp_utils.fp8_base import (
+    BaseFiles,
+    check_shape,
+    fp8_base_format,
+    quantized_parameters,
+)
 from slime.backends.fsdp_utils.lora import (
     add_adapters,
     all_adapters_used,
@@ -173,7 +178,8 @@ def build_model(
     hf.train(trainable)
     _no_randomness(hf)
     hf.requires_grad_(trainable)
-    stored, fp8 = _stored_names(args, hf), None if lora is None else fp8_base_format(args)
+    stored = stored_names(args.hf_checkpoint, hf.config.model_type or "")
+    fp8 = None if lora is None else fp8_base_format(args)
     if lora is not None:
         if fp8 is not None:
             names = quantized_parameters(hf, first_weights(args, "actor"), stored)
@@ -211,11 +217,6 @@ def build_model(
     return ShardedModel(module, params, lora, stored, fp8)
 
 
-def _stored_names(args: Args, hf: PreTrainedModel) -> StoredNames:
-    model_type = hf.config.model_type or ""
-    return stored_names(args.hf_checkpoint, model_type) if args.hf_checkpoint else StoredNames()
-
-
 def load_hf_weights(model: ShardedModel, path: str) -> None:
     """Load the parameters from a Hugging Face folder; a collective call.
 
@@ -234,9 +235,11 @@ def load_hf_weights(model: ShardedModel, path: str) -> None:
         source = {**dict(hf.named_parameters()), **persistent_buffers(hf)}
     described = [{name: (tensor.dtype, tensor.shape) for name, tensor in source.items()}]
     dist.broadcast_object_list(described)
-    _refuse_other_architecture(described[0], targets, path)
+    found = described[0]
     for name, target in targets.items():
-        _fill(target, source.pop(name, None), described[0][name][0])
+        check_shape(path, name, target.shape, found[name][1] if name in found else None)
+    for name, target in targets.items():
+        _fill(target, source.pop(name, None), found[name][0])
 
 
 def _load_fp8_weights(model: ShardedModel, path: str, layout: Fp8Format) -> None:
@@ -363,19 +366,6 @@ def _fill(target: torch.Tensor, full: torch.Tensor | None, dtype: torch.dtype) -
 def persistent_buffers(hf: nn.Module) -> dict[str, torch.Tensor]:
     names = hf.state_dict().keys()
     return {name: buffer for name, buffer in hf.named_buffers() if name in names}
-
-
-def _refuse_other_architecture(
-    found: dict[str, tuple[torch.dtype, torch.Size]], wanted: dict[str, torch.Tensor], path: str
-) -> None:
-    for name, target in wanted.items():
-        shape = found[name][1] if name in found else None
-        if shape != target.shape:
-            has = "no such tensor" if shape is None else f"shape {tuple(shape)}"
-            raise UserError(
-                f"{path} is a checkpoint of another architecture than --hf-checkpoint: "
-                f"{name} should have shape {tuple(target.shape)}, it has {has}"
-            )
 
 
 def _no_randomness(hf: nn.Module) -> None:

@@ -90,27 +90,24 @@ class LoraLinear(nn.Linear):
 def add_adapters(hf: PreTrainedModel, config: LoraConfig) -> None:
     """Replace the target layers; the base is frozen and only adapters require gradients."""
     head = hf.get_output_embeddings()
-    linear = {
-        flat_name(name): module
+    paths = {
+        flat_name(name): name
         for name, module in hf.named_modules()
         if isinstance(module, nn.Linear) and module is not head and not in_tower(name)
     }
     hf.requires_grad_(False)
     experts = {flat_name(name): module for name, module in expert_modules(hf).items()}
-    owners = {
-        child: (parent, leaf) for parent in hf.modules() for leaf, child in parent.named_children()
-    }
-    for name in config.targets(linear, experts):
+    for name in config.targets(paths, experts):
         if name in experts:
             adapt_experts(experts[name], name.rpartition(".")[2], config)
             continue
-        if type(linear[name]) not in (nn.Linear, Fp8Linear):
+        base = hf.get_submodule(paths[name])
+        if type(base) is not nn.Linear and type(base) is not Fp8Linear:
             raise UserError(
-                f"--lora-target-modules: {name} is a {type(linear[name]).__name__}, whose forward an adapter "
+                f"--lora-target-modules: {name} is a {type(base).__name__}, whose forward an adapter "
                 "would replace: name other modules"
             )
-        parent, leaf = owners[linear[name]]
-        setattr(parent, leaf, LoraLinear(linear[name], config))
+        hf.set_submodule(paths[name], LoraLinear(base, config))
 
 
 def hold_base_in_fp8(hf: PreTrainedModel, names: list[str], layout: Fp8Format) -> None:
@@ -118,12 +115,12 @@ def hold_base_in_fp8(hf: PreTrainedModel, names: list[str], layout: Fp8Format) -
     head = hf.get_output_embeddings()  # its weight is read without a call
     for name in names:
         owner, _, leaf = name.rpartition(".")
-        module, (parent, _, own) = hf.get_submodule(owner), owner.rpartition(".")
+        module = hf.get_submodule(owner)
         if is_experts(name) and is_plain(module):
             patch_experts(module)
             hold_in_fp8(module, leaf, layout)
         elif type(module) is nn.Linear and module is not head:
-            setattr(hf.get_submodule(parent), own, Fp8Linear(module, layout))
+            hf.set_submodule(owner, Fp8Linear(module, layout))
 
 
 def is_adapter(name: str) -> bool:

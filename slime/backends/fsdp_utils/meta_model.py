@@ -23,20 +23,19 @@ if TYPE_CHECKING:
     from slime.config.arguments import Args
 
 
-def count_rank(args: Args, rank: int, world_size: int, *, critic: bool = False) -> RankModel:
+def count_rank(args: Args, rank: int, world_size: int) -> RankModel:
     """Count the rank's shards and optimizer state; gradients exist only during a step."""
     with _as_rank(rank, world_size), use_device(torch.device("meta")):
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
         experts = make_expert_groups(args.expert_model_parallel_size or 1, world_size)
-        model = build_model(args, mesh, trainable=True, critic=critic, experts=experts)
+        model = build_model(args, mesh, trainable=True, experts=experts)
         local = {name: param.to_local() for name, param in model.params.items()}
         buffers = list(model.module.hf.buffers())
         matrices = muon_names(model.module.hf, model.params)
         in_fp8 = {name: t.nbytes for name, t in local.items() if name + SCALE in model.scales}
         elements = {name: in_fp8.get(name, t.numel()) for name, t in local.items()}
-    names = without_frozen_tower(args, list(local))
-    trained = set(names) if critic else set(Freezing.of(args).trained(names))
-    trained = trained if model.lora is None else set(model.own)
+    names = without_frozen_tower(args, list(local if model.lora is None else model.own))
+    trained = set(Freezing.of(args).trained(names))
     once = _with_one_moment(args, trained, matrices)
     stateless = args.optimizer == "sgd" and not args.sgd_momentum
     twice = set() if stateless else trained - once

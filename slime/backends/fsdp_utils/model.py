@@ -111,13 +111,7 @@ class PackedCritic(PackedCausalLM):
             hf.set_output_embeddings(nn.Linear(old.shape[1], 1, bias=False, dtype=old.dtype))
         super().__init__(hf, head)
 
-    def forward(
-        self,
-        batch: TrainBatch,
-        *,
-        output: Literal["log_probs", "logits", "hf_logits"] = "log_probs",
-        with_entropy: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, batch: TrainBatch, **_: object) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden = self._hidden(batch)
         weight = output_layer(self.hf).weight  # [1, H]
         return F.linear(hidden.float(), weight.float()).squeeze(1) * batch.loss_mask, None
@@ -185,8 +179,7 @@ def attention_keywords(
     Dense masks come from the positions, which layers of linear attention do not get.
     """
     if implementation == PACKED_ATTENTION or (linear and implementation in _DENSE_MASK):
-        lens = [p + r for p, r in zip(batch.prompt_lens, batch.response_lens, strict=True)]
-        return {"packed": packed_layout(lens, batch.tokens.device)}
+        return {"packed": packed_layout(batch.total_lens, batch.tokens.device)}
     if implementation in _TAKES_LENGTHS:
         return {
             "cu_seq_lens_q": batch.cu_seqlens,

@@ -75,11 +75,11 @@ class ShardedOptimizer:
 
     def state_tensors(self) -> dict[str, DTensor]:
         """Return moments by name, as DTensors, so that any number of ranks can load them."""
-        tensors = {}
-        for name, moments in self._moments():
-            for moment, local in moments.items():
-                tensors[f"{name}.{moment}"] = shard_of(self.params[name], local)
-        return tensors
+        return {
+            f"{name}.{moment}": shard_of(self.params[name], local)
+            for name, moments in self._moments()
+            for moment, local in moments.items()
+        }
 
     def set_num_steps(self, num_steps: int, moment_steps: int) -> None:
         self.num_steps, self.moment_steps = num_steps, moment_steps

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,19 +95,14 @@ def fuse_norms(hf: nn.Module) -> int:
             norms[kind] = _find_norm(module)
         norm = norms[kind]
         if norm is not None:
-            module.forward = _FusedNorm(module, norm)
+            module.forward = partial(_fused_norm, module, norm)
             count += 1
     return count
 
 
-class _FusedNorm:
+def _fused_norm(module: Any, norm: Norm, hidden_states: torch.Tensor) -> torch.Tensor:
     """Read the weight at each call, since FSDP replaces it by the unsharded one."""
-
-    def __init__(self, module: Any, norm: Norm) -> None:
-        self._module, self._norm = module, norm
-
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self._norm(hidden_states, self._module.weight, _eps(self._module))
+    return norm(hidden_states, module.weight, _eps(module))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
@@ -155,7 +151,7 @@ def fuse_mlps(hf: nn.Module) -> int:
         parts = [getattr(module, name, None) for name in _PARTS]
         linears = [part for part in parts if type(part) is nn.Linear]
         if len(linears) == len(_PARTS) and _is_plain(module, linears[2]):
-            module.forward = _FusedMLP(*linears)
+            module.forward = partial(_fused_mlp, *linears)
             count += 1
     return count
 
@@ -181,13 +177,10 @@ def _is_plain(module: nn.Module, down: nn.Linear) -> bool:
     return torch.allclose(silu(probe), nn.functional.silu(probe))
 
 
-class _FusedMLP:
-    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
-        self._gate, self._up, self._down = gate, up, down
-
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        gate, up = self._gate(hidden_states), self._up(hidden_states)
-        return swiglu_down(gate, up, self._down.weight)
+def _fused_mlp(
+    gate: nn.Linear, up: nn.Linear, down: nn.Linear, hidden_states: torch.Tensor
+) -> torch.Tensor:
+    return swiglu_down(gate(hidden_states), up(hidden_states), down.weight)
 
 
 def base_linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:

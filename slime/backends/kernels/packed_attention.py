@@ -94,12 +94,7 @@ def attend_segments(
     parts = zip(query.split(lens[0]), key.split(lens[1]), value.split(lens[1]), strict=True)
     for part in parts:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in part)  # [1, heads, L, D]
-        if sinks is not None:
-            out = attend_with_sinks(q, k, v, sinks, scale=scale, window=window)
-        else:
-            mask = causal_mask(q.shape[2], k.shape[2], window, q.device)
-            gqa = k.shape[1] != q.shape[1]
-            out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=gqa)
+        out = _attend(q, k, v, scale, window, sinks)
         outs.append(out.squeeze(0).transpose(0, 1))
     return torch.cat(outs)
 
@@ -152,51 +147,36 @@ def _attend_padded(
     """Pad to SDPA batches, attend, unpad."""
     if layout.gather is not None:
         query, key, value = (x.index_select(0, layout.gather) for x in (query, key, value))
-    out = _attend_groups(query, key, value, layout, scale=scale, window=window, sinks=sinks)
-    return out if layout.scatter is None else out.index_select(0, layout.scatter)
-
-
-def _attend_groups(
-    query: torch.Tensor,  # [padded positions, heads, D]
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: PackedLayout,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Compute `attend_packed` on padded tensors; the result is padded too."""
-    gqa = key.shape[1] != query.shape[1]
     sizes = [count * length for count, length in layout.groups]
     parts = zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
     outs = []
     for group, part in zip(layout.groups, parts, strict=True):
         q, k, v = (x.unflatten(0, group).transpose(1, 2) for x in part)  # [n, heads, L, D]
-        if sinks is not None:
-            out = attend_with_sinks(q, k, v, sinks, scale=scale, window=window)
-        else:
-            mask = causal_mask(group[1], group[1], window, q.device) if window else None
-            out = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
-            )
+        out = _attend(q, k, v, scale, window, sinks)
         outs.append(out.transpose(1, 2).flatten(0, 1))  # [n * L, heads, D]
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out if layout.scatter is None else out.index_select(0, layout.scatter)
 
 
-def attend_with_sinks(
+def _attend(
     query: torch.Tensor,  # [n, heads, Lq, D]
     key: torch.Tensor,  # [n, kv heads, Lk, D]
     value: torch.Tensor,
-    sinks: torch.Tensor,  # [heads]
-    *,
     scale: float | None,
     window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    plain = num_queries == num_keys and window is None and sinks is None
+    mask = None if plain else causal_mask(num_queries, num_keys, window, query.device)
+    if mask is None or sinks is None:
+        gqa = key.shape[1] != query.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=plain, scale=scale, enable_gqa=gqa
+        )
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (scale or query.shape[-1] ** -0.5)
-    mask = causal_mask(query.shape[2], key.shape[2], window, query.device)
     scores = scores.masked_fill(~mask, float("-inf"))
     column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
     weights = torch.cat([scores, column], dim=-1).float().softmax(-1)[..., :-1]
