@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 
 from slime import __version__
 from slime.core.errors import ConfigError, UserError
@@ -37,67 +37,21 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if command not in COMMANDS:
             raise ConfigError(f"unknown command {command!r}; one of {', '.join(COMMANDS)}")
-        return COMMANDS[command](rest)
+        return resolve_name(COMMANDS[command])(rest)
     except UserError as error:
         print(safe_text(f"slime: {error}"), file=sys.stderr)
         return error.exit_status
 
 
-def train(argv: list[str], *, print_summary: bool = True) -> int:
-    """Run `slime train`; `print_summary=False` if it is one stage of several."""
-    from slime.cli.loop import main as run_loop
-
-    return run_loop(argv, print_summary=print_summary)
-
-
-def _train(argv: list[str]) -> int:
-    return train(argv)
-
-
-def _eval(argv: list[str]) -> int:
-    from slime.cli.evaluate import main as evaluate
-
-    return evaluate(argv)
-
-
-def _quickstart(argv: list[str]) -> int:
-    from slime.cli.quickstart import run_quickstart
-
-    return run_quickstart(argv)
-
-
-def _engine(argv: list[str]) -> int:
-    from slime.engine.server.__main__ import main as serve
-
-    return serve(argv) or 0
-
-
 def _convert(argv: list[str]) -> int:
-    if not argv or argv[0] not in _CONVERSIONS:
-        print(_CONVERT_USAGE)
-        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
-    return _CONVERSIONS[argv[0]](argv[1:])
-
-
-def _to_torch_dist(argv: list[str]) -> int:
-    if argv in (["-h"], ["--help"]):
+    own_help = argv[1:] if argv[:1] == ["hf-to-torch-dist"] else argv[:1]
+    if own_help in (["-h"], ["--help"]):
         print(_CONVERT_USAGE)
         return 0
-    from slime.backends.megatron_utils.conversion.to_torch_dist import main as convert
-
-    return convert(argv)
-
-
-def _to_hf(argv: list[str]) -> int:
-    from slime.backends.megatron_utils.conversion.to_hf import main as convert
-
-    return convert(argv)
-
-
-def _merge_lora(argv: list[str]) -> int:
-    from slime.weights.lora import main as merge
-
-    return merge(argv)
+    if not argv or argv[0] not in CONVERSIONS:
+        print(_CONVERT_USAGE)
+        return 2
+    return resolve_name(CONVERSIONS[argv[0]])(argv[1:])
 
 
 _CONVERT_USAGE = """usage: slime convert hf-to-torch-dist [MODEL_ARGS] --hf-checkpoint DIR --save DIR
@@ -106,10 +60,10 @@ _CONVERT_USAGE = """usage: slime convert hf-to-torch-dist [MODEL_ARGS] --hf-chec
 
 The first runs in one process, or in several: torchrun --nproc-per-node N tools/convert_hf_to_torch_dist.py"""
 
-_CONVERSIONS: dict[str, Callable[[list[str]], int]] = {
-    "hf-to-torch-dist": _to_torch_dist,
-    "torch-dist-to-hf": _to_hf,
-    "merge-lora": _merge_lora,
+CONVERSIONS = {
+    "hf-to-torch-dist": "slime.backends.megatron_utils.conversion.to_torch_dist:main",
+    "torch-dist-to-hf": "slime.backends.megatron_utils.conversion.to_hf:main",
+    "merge-lora": "slime.weights.lora:main",
 }
 
 
@@ -133,32 +87,15 @@ _REPORT_USAGE = """usage: slime report RUN_DIR            writes RUN_DIR/report.
        slime report RUN_DIR OTHER ...  writes RUN_DIR/compare.html: how the runs differ, their curves together"""
 
 
-def _watch(argv: list[str]) -> int:
-    from slime.cli.watch import main as watch
-
-    return watch(argv)
-
-
-def _plan(argv: list[str]) -> int:
-    from slime.cli.plan.command import main as plan
-
-    return plan(argv)
-
-
-def _doctor(argv: list[str]) -> int:
-    from slime.cli.doctor.command import main as examine
-
-    return examine(argv)
-
-
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "quickstart": _quickstart,
-    "train": _train,
-    "eval": _eval,
-    "plan": _plan,
-    "engine": _engine,
-    "convert": _convert,
-    "watch": _watch,
-    "report": _report,
-    "doctor": _doctor,
+# name -> function (argv) -> exit status, imported when it is called
+COMMANDS = {
+    "quickstart": "slime.cli.quickstart:run_quickstart",
+    "train": "slime.cli.loop:main",
+    "eval": "slime.cli.evaluate:main",
+    "plan": "slime.cli.plan.command:main",
+    "engine": "slime.engine.server.__main__:main",
+    "convert": "slime.cli:_convert",
+    "watch": "slime.cli.watch:main",
+    "report": "slime.cli:_report",
+    "doctor": "slime.cli.doctor.command:main",
 }

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     if argv[0].startswith("-"):
         raise ConfigError("slime eval needs a model as its first argument; see slime eval --help")
     words, run_dir = _command(argv[0], argv[1:])
-    from slime.cli import train
+    from slime.cli.loop import main as train
 
     status = train(words, print_summary=False)
     if status == 0 and (run_dir / METRICS_FILE).exists():  # missing after --dry-run
@@ -86,13 +86,12 @@ def _command(model: str, rest: list[str]) -> tuple[list[str], Path]:
     if (run_dir / METRICS_FILE).exists():
         raise ConfigError(f"--run-dir {run_dir} already holds results: name another folder")
     values = {"hf_checkpoint": str(folder), "run_dir": str(run_dir), **values}
-    if "eval_config" in given or "eval_prompt_data" in given:  # replaces the run's data
-        values = {n: v for n, v in values.items() if n not in ("eval_config", "eval_prompt_data")}
+    replaced = set(given)
+    if "eval_config" in given or "eval_prompt_data" in given:
+        replaced |= {"eval_config", "eval_prompt_data"}
     if "rm_type" in given or "custom_rm_path" in given:
-        values = {
-            n: v for n, v in values.items() if n not in ("rm_type", "custom_rm_path", "group_rm")
-        }
-    words = [w for n, v in values.items() if n not in given for w in _words(n, v)]
+        replaced |= {"rm_type", "custom_rm_path", "group_rm"}
+    words = [w for n, v in values.items() if n not in replaced for w in _words(n, v)]
     return [*words, *rest], run_dir
 
 
@@ -107,13 +106,8 @@ def _from_run(folder: Path, own: Container[str]) -> dict[str, Any]:
             f"--adapter {model} --output-dir DIR"
         )
     given, is_own = read_config(folder)
-    flags = all_flags()
-    copied = {
-        n: v
-        for n, v in given.items()
-        if n in flags and n not in _OF_TRAINING and _is_copied(n) and n not in own
-    }
-    copied = {n: v for n, v in copied.items() if RUN_DIR not in str(v)}
+    names = [n for n in given if n in all_flags() and n not in own and _is_copied(n)]
+    copied = {n: given[n] for n in names if RUN_DIR not in str(given[n])}
     unsafe = [n for n in copied if _needs_trust(n)]
     if unsafe and not is_own:
         raise ConfigError(
@@ -125,6 +119,8 @@ def _from_run(folder: Path, own: Container[str]) -> dict[str, Any]:
 
 
 def _is_copied(name: str) -> bool:
+    if name in _OF_TRAINING:
+        return False
     return name in _COPIED or name.startswith("sglang_") or all_flags()[name].group in _GROUPS
 
 

@@ -71,28 +71,28 @@ def run_quickstart(argv: list[str]) -> int:
         seed=options.seed,
     )
     started_ray = _start_ray()
+    from slime.cli.loop import main as train
+
     num_parameters = making_model()
     print(
         f"A Qwen3 of {num_parameters / 1e6:.1f} million parameters, random so far, is to learn to "
         f"sort digits:\nSort 53816 -> 13568. Everything is kept in {run_dir}."
     )
     stages = {
-        "Stage 1, warm-up: imitate a teacher who mostly sorts the wrong way round": warmup_command(
-            run_dir, data, size, options.seed
-        ),
-        "Stage 2, GRPO: learn from the reward alone": grpo_command(
-            run_dir, data, size, options.seed
-        ),
+        "Stage 1, warm-up: imitate a teacher who mostly sorts the wrong way round": warmup_command,
+        "Stage 2, GRPO: learn from the reward alone": grpo_command,
     }
-    for number, (title, words) in enumerate(stages.items()):
-        words = [*words, *options.flags]
+    for title, command in stages.items():
+        words = [*command(run_dir, data, size, options.seed), *options.flags]
         print(f"\n{title}\n\n{as_typed(words)}\n", flush=True)
-        if status := _train(words, last=number + 1 == len(stages)):
+        if status := train(words, print_summary=command is grpo_command):
             return status
     if not options.smoke:
         print(_summary(run_dir / "grpo", time.monotonic() - started))
     if started_ray:
-        _stop_ray()
+        from slime.ray.local_ray import stop
+
+        stop()
     return 0
 
 
@@ -205,24 +205,12 @@ def _start_ray() -> bool:
     return ours
 
 
-def _stop_ray() -> None:
-    from slime.ray.local_ray import stop
-
-    stop()
-
-
-def _train(words: list[str], *, last: bool) -> int:
-    from slime.cli import train
-
-    return train(words, print_summary=last)
-
-
 def _summary(run_dir: Path, seconds: float) -> str:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rewards = [r["eval/sorting/reward"] for r in records if "eval/sorting/reward" in r]
     first, last = rewards[0], rewards[-1]
-    words = (
-        f"The whole quickstart took {seconds:.0f} s. On {FULL.heldout} prompts that neither stage "
+    verdict = "." if last > _GOAL else f"; above {_GOAL} was expected."
+    return (
+        f"The whole quickstart took {seconds:.0f} s. On {FULL.heldout} prompts that neither stage saw, "
+        f"mean reward went from {first:.2f} to {last:.2f}{verdict}"
     )
-    words += f"saw, mean reward went from {first:.2f} to {last:.2f}"
-    return words + ("." if last > _GOAL else f"; above {_GOAL} was expected.")

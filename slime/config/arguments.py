@@ -38,7 +38,7 @@ from slime.config.flags.parser import (
 )
 from slime.config.flags.registry import OwnFlags, all_flags
 from slime.config.flags.registry import redact as redacted
-from slime.config.flags.spec import nearest
+from slime.config.flags.spec import did_you_mean
 from slime.config.installed import count_gpus
 from slime.config.role_config import apply_role_config
 from slime.core.errors import ConfigError
@@ -94,9 +94,7 @@ class Args(OwnFlags):
             raise AttributeError(name)
         if name in all_flags():
             return None
-        near = _nearest_flag(name)
-        hint = f"; did you mean {near}?" if near else ""
-        raise AttributeError(f"there is no flag for args.{name}{hint}")
+        raise AttributeError(f"there is no flag for args.{name}{_did_you_mean(name)}")
 
     @property
     def needs_critic(self) -> bool:
@@ -117,8 +115,7 @@ class Args(OwnFlags):
         """Return a copy with other values, marked as derived."""
         for name in values:
             if name not in vars(self) and name not in all_flags():
-                near = _nearest_flag(name)
-                hint = f"; did you mean {near}?" if near else f": set it with args.{name} = ..."
+                hint = _did_you_mean(name) or f": set it with args.{name} = ..."
                 raise AttributeError(f"args.{name} is no flag{hint}")
         origins: dict[str, Origin] = {**self._origins, **dict.fromkeys(values, "derived")}
         return Args({**self.to_dict(redact=False), **values}, origins, self.warnings)
@@ -226,10 +223,9 @@ def _add_custom(draft: Draft, values: dict[str, Any], where: str, origin: Origin
 
 
 @functools.cache
-def _nearest_flag(name: str) -> str | None:
-    """Return the flag that a name was probably meant to be; cached, since hooks call getattr(args, name, default)
-    repeatedly."""
-    return nearest(name, all_flags())
+def _did_you_mean(name: str) -> str:
+    """Cached, since hooks call getattr(args, name, default) repeatedly."""
+    return did_you_mean(name, all_flags())
 
 
 def _host_and_port(url: str) -> tuple[str, int]:

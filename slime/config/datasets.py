@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.flags.parser import convert, load_mapping
-from slime.config.flags.spec import Flag, flags_of, nearest
+from slime.config.flags.spec import Flag, did_you_mean, flags_of
 from slime.config.reward_types import Grading
 from slime.core.errors import ConfigError
 
@@ -172,8 +172,7 @@ def _known(key: Any, where: str) -> Flag:
     name = str(key).replace("-", "_")
     name = _OTHER_NAMES.get(name, name)
     if name not in _FIELDS:
-        near = nearest(name, _FIELDS)
-        hint = f"; did you mean {near}?" if near else f": use one of {', '.join(_FIELDS)}"
+        hint = did_you_mean(name, _FIELDS) or f": use one of {', '.join(_FIELDS)}"
         raise ConfigError(f"{where}: there is no key {key!r}{hint}")
     return _FIELDS[name]
 

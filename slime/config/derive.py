@@ -20,8 +20,7 @@ from slime.config.flags.rollout import (
 from slime.config.flags.spec import option_of
 from slime.config.hub import resolve_hub_ids
 from slime.config.installed import find_sglang
-from slime.config.lora import derive_lora
-from slime.config.peft_files import names_experts
+from slime.config.lora import adapted_experts, derive_lora
 from slime.config.sglang_config import derive_models, derive_split, derive_total
 from slime.core.errors import ConfigError
 
@@ -85,11 +84,9 @@ def _derive_megatron(draft: Draft) -> None:
     if draft["recompute_granularity"] == "full":  # megatron-core needs all three
         draft.derive_if_unset("recompute_method", "uniform")
         draft.derive_if_unset("recompute_num_layers", 1)
-    if draft[
-        "optimizer_cpu_offload"
-    ]:  # Megatron's parser has 1.0, the class's default offloads nothing
+    if draft["optimizer_cpu_offload"]:  # the default of Megatron's class offloads nothing
         draft.derive_if_unset("optimizer_offload_fraction", 1.0)
-    if draft["lora_rank"] and any(map(names_experts, draft["lora_target_modules"])):
+    if adapted_experts(draft):
         draft.derive_if_unset("transformer_impl", "local")  # whose experts can have adapters
     if draft["moe_enable_deepep"]:
         draft.derive_if_unset("moe_token_dispatcher_type", "flex")
@@ -191,9 +188,8 @@ def _needs_no_engine(draft: Draft) -> bool:
 
 
 def _derive_weights(draft: Draft) -> None:
-    if draft["update_weight_transport"] is None:
-        external = "disk" if draft["rollout_external"] else "distributed"
-        draft.derive("update_weight_transport", "tensor" if draft["colocate"] else external)
+    external = "disk" if draft["rollout_external"] else "distributed"
+    draft.derive_if_unset("update_weight_transport", "tensor" if draft["colocate"] else external)
     draft.derive_if_unset("update_weight_disk_dir", str(Path(draft["run_dir"]) / "weights"))
 
 
@@ -217,11 +213,9 @@ def _derive_lengths(draft: Draft) -> None:
 
 def _derive_batches(draft: Draft) -> None:
     samples = draft["rollout_batch_size"] * draft["n_samples_per_prompt"]
-    if draft["global_batch_size"] is None:
-        steps = draft["num_steps_per_rollout"] or 1
-        draft.derive("global_batch_size", max(samples // steps, 1))
-    if draft["num_steps_per_rollout"] is None:
-        draft.derive("num_steps_per_rollout", max(samples // draft["global_batch_size"], 1))
+    steps = draft["num_steps_per_rollout"] or 1
+    draft.derive_if_unset("global_batch_size", max(samples // steps, 1))
+    draft.derive_if_unset("num_steps_per_rollout", max(samples // draft["global_batch_size"], 1))
     if draft["num_rollout"] is None:
         draft.derive("num_rollout", _rollouts_of_epochs(draft))
     elif draft["num_epoch"] is not None:
@@ -278,17 +272,9 @@ _EVAL_FLAGS = (
 
 RUN_DIR = "{run_dir}"
 OUTPUTS = (
-    "save",
-    "critic_save",
-    "save_hf",
-    "save_debug_rollout_data",
-    "save_debug_train_data",
-    "dump_details",
-    "ci_save_grad_norm",
-    "update_weight_disk_dir",
-    "wandb_dir",
-    "tb_project_name",
-)
+    "save", "critic_save", "save_hf", "save_debug_rollout_data", "save_debug_train_data", "dump_details",
+    "ci_save_grad_norm", "update_weight_disk_dir", "wandb_dir", "tb_project_name",
+)  # fmt: skip
 _RESUMED_FROM = {"load": "save", "critic_load": "critic_save"}
 _CHECKPOINTS = ("save", "critic_save", *_RESUMED_FROM)
 _PATTERNS = ("save_hf", "save_debug_rollout_data", "save_debug_train_data")
@@ -334,11 +320,8 @@ def portable(given: dict[str, Any], run_dir: str) -> dict[str, Any]:
 
 
 def _resume_only(given: dict[str, Any]) -> set[str]:
-    same = {
-        load
-        for load, save in _RESUMED_FROM.items()
-        if load in given and given[load] == given.get(save)
-    }
+    pairs = _RESUMED_FROM.items()
+    same = {load for load, save in pairs if load in given and given[load] == given.get(save)}
     return same | ({"ckpt_step"} if "load" in same else set())
 
 

@@ -85,36 +85,26 @@ def default_model(args: Args) -> ServedModel:
 def engines_of(args: Args) -> list[EngineSpec]:
     """Return every engine of the run in the order of its GPUs."""
     ranges = gpu_ranges(args.engine_models, args.rollout_num_gpus, args.rollout_num_gpus_per_engine)
-    if not args.engine_models:
-        return [
-            EngineSpec(
-                model=DEFAULT_MODEL,
-                update_weights=True,
-                worker_type="regular",
-                gpus=gpus,
-                args=args,
-            )
-            for gpus in ranges
-        ]
-    specs, free = [], iter(ranges)
-    for model, group in serving_groups(args.engine_models):
-        for _ in range(group.num_engines):
-            gpus = next(free)
-            values = {
-                **_lora_values(args, model),
-                **_values(model, group),
-                **_offload_values(args, model, gpus),
-            }
-            specs.append(
-                EngineSpec(
-                    model=model.name,
-                    update_weights=model.update_weights,
-                    worker_type=group.worker_type,
-                    gpus=gpus,
-                    args=args.replace(**values),
-                )
-            )
-    return specs
+    groups = [(m, g) for m, g in serving_groups(models_of(args)) for _ in range(g.num_engines)]
+    return [
+        EngineSpec(
+            model=model.name,
+            update_weights=model.update_weights,
+            worker_type=group.worker_type,
+            gpus=gpus,
+            args=_args_of(args, model, group, gpus) if args.engine_models else args,
+        )
+        for (model, group), gpus in zip(groups, ranges, strict=True)
+    ]
+
+
+def _args_of(args: Args, model: ServedModel, group: ServerGroup, gpus: range) -> Args:
+    values = {
+        **_lora_values(args, model),
+        **_values(model, group),
+        **_offload_values(args, model, gpus),
+    }
+    return args.replace(**values)
 
 
 def _offload_values(args: Args, model: ServedModel, gpus: range) -> dict[str, Any]:

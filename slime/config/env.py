@@ -16,9 +16,7 @@ class Env:
     rm_token: str | None  # SLIME_RM_TOKEN: key of the service at --rm-url
     sglang_python: str | None  # SLIME_SGLANG_PYTHON: interpreter of an environment with SGLang
     ray_address: str | None  # RAY_ADDRESS: a cluster that is already running
-    head_timeout_s: (
-        float  # RAY_gcs_rpc_server_reconnect_timeout_s: how long Ray tries to reach its head
-    )
+    head_timeout_s: float  # RAY_gcs_rpc_server_reconnect_timeout_s: of Ray without its head
     wandb_api_key: str | None
     cuda_visible_devices: str | None  # CUDA_VISIBLE_DEVICES; empty hides every GPU
     python_path: str | None

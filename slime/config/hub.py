@@ -16,6 +16,7 @@ from pathlib import Path
 
 from slime.config.datasets import DataSpec
 from slime.config.flags.draft import Draft
+from slime.config.flags.spec import option_of
 from slime.core.errors import ConfigError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -35,11 +36,8 @@ def resolve_hub_ids(draft: Draft) -> None:
     model = draft["hf_checkpoint"]
     if model and _ID.fullmatch(model) and not Path(model).exists():
         draft.values["hf_checkpoint"] = str(_model(model, draft) or model)
-    for name, option in (
-        ("prompt_data", "--prompt-data"),
-        ("eval_prompt_data", "--eval-prompt-data"),
-    ):
-        values = draft[name]
+    for name in ("prompt_data", "eval_prompt_data"):
+        values, option = draft[name], option_of(name)
         if values and any(map(_is_dataset, values)):
             draft.values[name] = [one for value in values for one in _dataset(value, option, draft)]
 

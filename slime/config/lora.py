@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.config.flags.draft import Draft
+from slime.config.flags.spec import option_of
 from slime.config.peft_files import (
     ALL_LINEAR,
     CONFIG_FILE,
@@ -198,6 +199,11 @@ def served_modules(args: Args, shapes: dict[str, list[int]]) -> list[str]:
 # ---- checks before anything starts
 
 
+def adapted_experts(draft: Draft) -> list[str]:
+    """Return the targets of --lora-target-modules that name experts; none without LoRA."""
+    return [t for t in draft["lora_target_modules"] if draft["lora_rank"] and names_experts(t)]
+
+
 def derive_lora(draft: Draft) -> None:
     """Take rank, alpha and modules from --lora-adapter-path; flags that contradict it are refused."""
     _derive_from_folder(draft)
@@ -208,7 +214,7 @@ def derive_lora(draft: Draft) -> None:
         draft.derive_if_unset("sglang_max_lora_rank", draft["lora_rank"])
         if draft["rollout_engine"] == "slime":  # which computes A of all slots for every token
             draft.derive_if_unset("sglang_max_loras_per_batch", 1)
-        if any(map(names_experts, draft["lora_target_modules"])):
+        if adapted_experts(draft):
             draft.derive_if_unset("sglang_lora_target_modules", ["all", EXPERTS])
         if draft["rollout_engine"] == "sglang" and draft["offload_rollout"]:
             # SGLang drops released weights, and updates send the adapter alone.
@@ -228,7 +234,7 @@ def _derive_from_folder(draft: Draft) -> None:
     }
     for name, value in values.items():
         if draft.given(name) and draft[name] != value:
-            option = "--" + name.replace("_", "-")
+            option = option_of(name)
             raise ConfigError(
                 f"{option} {_text(draft[name])} disagrees with {CONFIG_FILE} of --lora-adapter-path, which "
                 f"has {_text(value)}: remove {option}"
@@ -255,8 +261,7 @@ def check_lora(draft: Draft) -> None:
         )
     for name, why in _NOT_WITH_LORA.items():
         if draft[name]:
-            option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option} with --lora-rank: {why}: remove one of them")
+            raise ConfigError(f"{option_of(name)} with --lora-rank: {why}: remove one of them")
     if draft["critic_load"] and not draft["load"]:
         raise ConfigError(
             "--critic-load with --lora-rank: a new critic starts from the base with adapters of its own: "
@@ -275,8 +280,8 @@ def _serving_obstacle(draft: Draft) -> str | None:
         return "SGLang loads the base from --hf-checkpoint and cannot receive that of --ref-load beside an adapter"
     if not draft["sglang_enable_lora"] and not draft["rollout_external"]:
         return "--no-sglang-enable-lora starts engines that serve no adapters"
-    experts = any(map(names_experts, draft["lora_target_modules"]))
-    if experts and (draft["rollout_engine"] == "sglang" or draft["rollout_external"]):
+    embedded = draft["rollout_engine"] != "sglang" and not draft["rollout_external"]
+    if adapted_experts(draft) and not embedded:
         return "only embedded engines that the run starts serve adapters of experts"
     if draft["sglang_enable_dp_attention"]:
         return "SGLang loads no adapters with --sglang-enable-dp-attention"
@@ -342,7 +347,7 @@ def refuse_other_adapters(
     for name in ("rank", "alpha", "use_rslora", "experts_shared_outer"):
         value = saved.get(name, False)
         if value != getattr(config, name):
-            option = "--lora-" + name.replace("_", "-")
+            option = option_of(f"lora_{name}")
             raise UserError(
                 f"{path} was saved with {option} {value}, this run has {getattr(config, name)}: "
                 f"use {option} {value}"

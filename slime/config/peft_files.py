@@ -206,9 +206,8 @@ class PeftSettings:
     alpha: float
     dropout: float = 0.0
     use_rslora: bool = False  # alpha / sqrt(rank) instead
-    targets: (
-        tuple[str, ...] | None
-    ) = ()  # None for a pattern or selected layers: read them from the tensors
+    # None for a pattern or selected layers: read them from the tensors
+    targets: tuple[str, ...] | None = ()
     parameters: tuple[str, ...] = ()  # of experts
 
     @property

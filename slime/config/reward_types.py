@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from slime.config.flags.spec import nearest
+from slime.config.flags.spec import did_you_mean
 from slime.core.errors import ConfigError
 
 BOXED = "boxed_"
@@ -75,10 +75,9 @@ def reward_type(name: str, where: str = "--rm-type") -> RewardType:
     """Return the type called `name` or `boxed_<name>`; raise ConfigError if there is none."""
     base = name.removeprefix(BOXED)
     if base not in REWARD_TYPES:
-        near = nearest(base, tuple(REWARD_TYPES))
         raise ConfigError(
             f"{where} {name}: choose one of {', '.join(REWARD_TYPES)}, or boxed_ and one of them"
-            + (f"; did you mean {near}?" if near else "")
+            + did_you_mean(base, REWARD_TYPES)
         )
     if base != name and REWARD_TYPES[base].reads_box:
         raise ConfigError(f"{where} {name}: {base} reads the box itself; write {where} {base}")

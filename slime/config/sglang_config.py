@@ -39,7 +39,7 @@ from slime.config.flags.draft import Draft
 from slime.config.flags.engine_options import OWNED
 from slime.config.flags.parser import convert, load_mapping
 from slime.config.flags.registry import all_flags, options
-from slime.config.flags.spec import Flag, flags_of, nearest, option_of
+from slime.config.flags.spec import Flag, did_you_mean, flags_of, option_of
 from slime.core.errors import ConfigError
 
 # option -> what to write in its place
@@ -207,9 +207,9 @@ def _override(key: Any, raw: Any, where: str, updates: bool) -> tuple[str, Any]:
     flag = all_flags().get(f"sglang_{name}") or options().get(option_of(f"sglang_{name}"))
     if flag is None or flag.family != "sglang":
         known = [n.removeprefix("sglang_") for n, f in all_flags().items() if f.family == "sglang"]
-        near = nearest(name, known)
-        hint = f"; did you mean {near}?" if near else ""
-        raise ConfigError(f"{where}: SGLang's server has no option {key!r}{hint}")
+        raise ConfigError(
+            f"{where}: SGLang's server has no option {key!r}{did_you_mean(name, known)}"
+        )
     short = flag.name.removeprefix("sglang_")
     if short in _OF_THE_FILE:
         raise ConfigError(f"{where}: {key} is set by slime: {_OF_THE_FILE[short]}")
@@ -225,8 +225,7 @@ def _read(row: Any, known: dict[str, Flag], where: str, required: Sequence[str])
         raise ConfigError(f"{where} must hold 'key: value' lines")
     for key in row:
         if key not in known:
-            near = nearest(str(key), known)
-            hint = f"; did you mean {near}?" if near else f": use {', '.join(known)}"
+            hint = did_you_mean(str(key), known) or f": use {', '.join(known)}"
             raise ConfigError(f"{where}: there is no key {key!r}{hint}")
     given = {key: raw for key, raw in row.items() if raw is not None}
     for key in required:

@@ -67,7 +67,7 @@ def test_every_row_of_the_table_fits():
 def test_the_first_suggestion_spreads_the_model_no_further_than_the_table(name, gpus, tp, pp):
     argv = [*model_args(name), *cluster(gpus)]
     with planned_args(argv, PlanOptions(gpus=gpus, suggest=True)) as args:
-        found = find_suggestions(args, H100)
+        found = find_suggestions(args, H100, [])
         best = found[0].plan
         assert best.layout.sizes.tp * best.layout.sizes.pp <= tp * pp
         assert (tp, pp) in {(s.plan.layout.sizes.tp, s.plan.layout.sizes.pp) for s in found}
@@ -78,7 +78,7 @@ def test_the_first_suggestion_spreads_the_model_no_further_than_the_table(name, 
 def test_layers_that_no_pipeline_divides_are_fewer_in_its_last_stage():
     argv = [*model_args("glm4-32B"), *cluster(16)]
     with planned_args(argv, PlanOptions(gpus=16, suggest=True)) as args:
-        found = find_suggestions(args, H100)
+        found = find_suggestions(args, H100, [])
     (one,) = [s for s in found if (s.plan.layout.sizes.tp, s.plan.layout.sizes.pp) == (4, 2)]
     assert "--decoder-last-pipeline-num-layers 30" in one.flags
     words = " ".join(one.flags).split()
@@ -90,8 +90,8 @@ def test_layers_that_no_pipeline_divides_are_fewer_in_its_last_stage():
 def test_nothing_is_suggested_where_nothing_fits():
     argv = [*model_args("glm4.5-355B-A32B"), *cluster(8)]
     with planned_args(argv, PlanOptions(gpus=8, suggest=True)) as args:
-        assert find_suggestions(args, H100) == []
-        assert suggest_lora(args, H100) == []
+        assert find_suggestions(args, H100, []) == []
+        assert suggest_lora(args, H100, []) == []
 
 
 def test_a_model_that_cannot_be_built_is_not_said_not_to_fit(tmp_path, capsys):
@@ -121,8 +121,8 @@ def test_lora_is_suggested_where_full_training_does_not_fit():
     small = Machine(gpu_bytes=48 * GIB, source="test")
     argv = [*model_args("llama3.1-8B"), *one_gpu()]
     with planned_args(argv, PlanOptions(gpus=1, suggest=True)) as args:
-        assert find_suggestions(args, small) == []
-        (found,) = suggest_lora(args, small)
+        assert find_suggestions(args, small, []) == []
+        (found,) = suggest_lora(args, small, [])
         flags = ["--train-backend fsdp", "--gradient-checkpointing", "--lora-rank 16"]
         assert found.flags[:4] == [*flags, "--lora-alpha 32"]
         assert "--lora-merge-for-rollout" not in found.flags
@@ -146,7 +146,7 @@ def test_lora_is_suggested_where_full_training_does_not_fit():
 def test_experts_are_left_out_of_suggested_adapters():
     argv = [*model_args("qwen3-30B-A3B"), *one_gpu()]
     with planned_args(argv, PlanOptions(gpus=1, suggest=True)) as args:
-        (found,) = suggest_lora(args, Machine(gpu_bytes=140 * GIB, source="test"))
+        (found,) = suggest_lora(args, Machine(gpu_bytes=140 * GIB, source="test"), [])
     assert "--lora-target-modules q_proj k_proj v_proj o_proj" in found.flags
     assert found.plan.count.adapters is not None
     h, q, kv = 2048, 4096, 512

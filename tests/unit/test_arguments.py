@@ -145,6 +145,11 @@ def test_a_value_without_a_flag_is_refused():
         (["--train-env-vars", "[1]"], ["--train-env-vars", "JSON object"]),
         (["--sglang-context-length", "2.5Ki5"], ["--sglang-context-length", "whole number"]),
         (["--sglang-context-length", "9" * 400], ["--sglang-context-length", "whole number"]),
+        (["--lr", "1e999"], ["--lr", "'1e999' is not a number: it is infinite"]),
+        (["--clip-grad", "inf"], ["--clip-grad", "'inf' is not a number: it is infinite"]),
+        (["--lr", "nan"], ["--lr", "'nan' is not a number"]),
+        (["--phase-timeout-minutes", '{"train": NaN}'], ["--phase-timeout-minutes", "not JSON"]),
+        (["--phase-timeout-minutes", '{"train": 1e999}'], ["--phase-timeout-minutes", "not JSON"]),
     ],
 )
 def test_values_of_the_wrong_kind(argv, words):
@@ -167,6 +172,8 @@ def test_values_of_the_wrong_kind(argv, words):
         ("config: other.yaml", ["command line"]),
         ("num_rollout: .inf", ["num_rollout", "inf is not a whole number"]),
         ("lr: 1" + "0" * 400, ["lr", "is not a number"]),
+        ("lr: .inf", ["lr", "inf is not a number: it is infinite"]),
+        ("phase_timeout_minutes: {train: .inf}", ["phase_timeout_minutes", "is not JSON"]),
         ("run_dir: caf\xe9", ["is not YAML: 'utf-8' codec can't decode byte 0xe9"]),
     ],
 )

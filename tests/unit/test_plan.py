@@ -21,8 +21,7 @@ from slime.cli.plan.request import PlanOptions, planned_args, split_options
 from slime.config.flags.parser import read_command_line
 from slime.core.errors import ConfigError
 from slime.engine.arguments import EngineArgs
-from slime.engine.kv_cache import count_states
-from slime.engine.state_cache import StateShape
+from slime.engine.kv_cache import StateShape, count_states
 from tests.tiny import make_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from slime.cli import COMMANDS, CONVERSIONS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SAMPLE_FIELDS = [
@@ -131,6 +133,12 @@ def test_function(dotted, parameters):
     assert isinstance(node, ast.FunctionDef)
     wanted = parameters.split()
     assert positional(node)[: len(wanted)] == wanted
+
+
+@pytest.mark.parametrize("path", [*COMMANDS.values(), *CONVERSIONS.values()])
+def test_every_command_has_its_function(path):
+    _, node = find(path.replace(":", "."))
+    assert positional(node)[0] == "argv"
 
 
 @pytest.mark.parametrize(("dotted", "parameters"), COROUTINES.items())

@@ -182,10 +182,9 @@ def measure_links(probes: Probes, facts: list[NodeFacts], *, seconds: float) -> 
             measure(node, link)
     for _ in range(_BANDWIDTH_RETRIES):  # other work on a node may slow down one measurement
         for node in nodes:
-            for link in [
-                slow for slow in checks.slow_links(links.rates) if slow[0] == node.address
-            ]:
-                measure(node, link)
+            for link in checks.slow_links(links.rates):
+                if link[0] == node.address:
+                    measure(node, link)
     probes.call_all(NodeProbe.stop_listening)
     return links.without(set(probes.lost))
 

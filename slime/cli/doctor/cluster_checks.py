@@ -210,26 +210,25 @@ def check_gpus(nodes: list[NodeFacts], free: dict[str, tuple[float, float]]) -> 
     """`free`: address -> (GPUs that no job has reserved, GPUs that Ray knows)."""
     found = ", ".join(f"{a} {have:g} of {total:g} free" for a, (have, total) in free.items())
     taken = [address for address, (have, total) in free.items() if have < total]
-    if taken:
-        advice = f"another job holds GPUs of {', '.join(taken)}: `ray job list`, `ray job stop ID`"
-        return Finding(name="GPUs", status="fails", found=found, advice=advice)
     busy = [node.address for node in nodes if node.busy_gpus]
-    if busy:
-        advice = f"processes outside Ray use GPUs: nvidia-smi on {', '.join(busy)} lists them"
-        return Finding(name="GPUs", status="fails", found=found, advice=advice)
     wrong = [n.address for n in nodes if n.gpus and n.gpus != free[n.address][1]]
-    if wrong:
-        counts = ", ".join(f"{node.address} has {node.gpus}" for node in nodes)
+    status, advice = "ok", ""
+    if taken:
+        status = "fails"
+        advice = f"another job holds GPUs of {', '.join(taken)}: `ray job list`, `ray job stop ID`"
+    elif busy:
+        status = "fails"
+        advice = f"processes outside Ray use GPUs: nvidia-smi on {', '.join(busy)} lists them"
+    elif wrong:
+        status = "differs"
+        found += "; actually " + ", ".join(f"{node.address} has {node.gpus}" for node in nodes)
         advice = f"give ray start --num-gpus what the node has, on {', '.join(wrong)}"
-        return Finding(
-            name="GPUs", status="differs", found=f"{found}; actually {counts}", advice=advice
-        )
-    if len({total for _, total in free.values()}) > 1:
+    elif len({total for _, total in free.values()}) > 1:
+        status = "differs"
         advice = (
             "a layout of equal nodes leaves the surplus unused; --num-gpus-per-node is the least"
         )
-        return Finding(name="GPUs", status="differs", found=found, advice=advice)
-    return Finding(name="GPUs", status="ok", found=found)
+    return Finding(name="GPUs", status=status, found=found, advice=advice)
 
 
 def unwritable_folder(folder: str, address: str, why: str) -> Finding:
@@ -252,22 +251,16 @@ def check_folder(folder: str, wrote: str, text: str, read: dict[str, str]) -> Fi
 def check_interfaces(nodes: list[NodeFacts]) -> list[Finding]:
     """Check that the interfaces named by the variables exist on each node."""
     findings = []
-    names = sorted({name for node in nodes for name in node.wanted})
-    for name in names:
-        without = [n.address for n in nodes if name in n.wanted and not matching(name, n)]
-        values = {node.wanted.get(name, "not set") for node in nodes}
-        found = ", ".join(sorted(values))
-        if without:
-            there = "; ".join(
-                f"{n.address} has {', '.join(sorted(n.interfaces))}"
-                for n in nodes
-                if n.address in without
-            )
-            advice = f"set {name} for those nodes to one they have, or unset it: {there}"
-            found = f"{found}: no such interface on {', '.join(without)}"
-            findings.append(Finding(name=name, status="fails", found=found, advice=advice))
-        else:
+    for name in sorted({name for node in nodes for name in node.wanted}):
+        without = [n for n in nodes if name in n.wanted and not matching(name, n)]
+        found = ", ".join(sorted({node.wanted.get(name, "not set") for node in nodes}))
+        if not without:
             findings.append(Finding(name=name, status="ok", found=found))
+            continue
+        there = "; ".join(f"{n.address} has {', '.join(sorted(n.interfaces))}" for n in without)
+        advice = f"set {name} for those nodes to one they have, or unset it: {there}"
+        found += f": no such interface on {', '.join(n.address for n in without)}"
+        findings.append(Finding(name=name, status="fails", found=found, advice=advice))
     return findings
 
 
@@ -298,11 +291,13 @@ def check_reach(failures: dict[Link, str]) -> Finding:
     if not bad:
         return Finding(name="connections", status="ok", found=f"{len(failures)} ways, all open")
     found = "; ".join(f"{a} does not reach {b}: {why}" for (a, b), why in bad.items())
-    advice = (
-        "open the firewall between the nodes for all ports, or name an interface they share with "
+    return Finding(
+        name="connections",
+        status="fails",
+        found=found,
+        advice="open the firewall between the nodes for all ports, or name an interface they share "
+        "with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
     )
-    advice += "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-    return Finding(name="connections", status="fails", found=found, advice=advice)
 
 
 def check_bandwidth(rates: dict[Link, float]) -> Finding:

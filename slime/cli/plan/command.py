@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from slime.cli.plan.plan import Plan, build_model, find_advice, make_plan, plan_json
@@ -103,25 +103,20 @@ def dry_run(argv: list[str] | None, check_start: Callable[[Args], list[str]]) ->
     here = refused is None and not options.describes_machine and config.is_file()
     shown = nullcontext(resolved) if here else planned_args(rest, options)
     with shown as args:
-        model = _build(args, options, with_plan=not here or count_gpus() > 0)
-    lines = ["Checked", *(f"  {line}" for line in ("flags", *checked, model.line))]
+        line, plan = _build(args, options, with_plan=not here or count_gpus() > 0)
+    lines = ["Checked", *(f"  {line}" for line in ("flags", *checked, line))]
     if not options.every_value:
         lines += ["", "Defaults are not shown: --dry-run --all prints every value."]
     print(safe_text("\n" + "\n".join(lines)))
-    if model.plan is not None:
+    if plan is not None:
         print("\nPlan\n" if count_gpus() else "\nPlan for GPUs, of which this machine has none\n")
-        print_plan(model.plan)
+        print_plan(plan)
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Built:
-    line: str  # for the user
-    plan: Plan | None = None
-
-
-def _build(args: Args, options: PlanOptions, *, with_plan: bool) -> _Built:
-    """Build the model without weights, as a trainer would; `with_plan` also plans the run."""
+def _build(args: Args, options: PlanOptions, *, with_plan: bool) -> tuple[str, Plan | None]:
+    """Build the model without weights, as a trainer would, and return a line for the user; `with_plan` also
+    plans the run."""
     try:
         _need_megatron(args.train_backend)
         if not with_plan:
@@ -132,9 +127,8 @@ def _build(args: Args, options: PlanOptions, *, with_plan: bool) -> _Built:
     except ConfigError:  # the run would refuse it too
         raise
     except UserError as error:
-        return _Built(line=f"model      not built, no memory plan: {error}")
-    whole = count.whole.total
-    return _Built(line=f"model      built without weights, {whole:,} parameters", plan=plan)
+        return f"model      not built, no memory plan: {error}", None
+    return f"model      built without weights, {count.whole.total:,} parameters", plan
 
 
 def _resolve_with_gpus(words: list[str], refused: ConfigError) -> Args:

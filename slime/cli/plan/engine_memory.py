@@ -92,7 +92,8 @@ class Engine:
     def static(self) -> list[Item]:
         """Return weights and KV cache, which --sglang-mem-fraction-static bounds."""
         cache = self.cache().bytes_per_gpu
-        note = f"fraction {self.fraction:g}" + ("" if self._fraction_given else ", the default")
+        given = self.args.sglang_mem_fraction_static is not None
+        note = f"fraction {self.fraction:g}" + ("" if given else ", the default")
         kind = "fp8" if self._in_fp8 else self.args.precision
         items = [
             Item(name="engine weights", nbytes=self.weights(), note=kind),
@@ -184,10 +185,6 @@ class Engine:
     @property
     def _num_slots(self) -> int:
         return self.args.sglang_max_loras_per_batch or _DEFAULT_SLOTS
-
-    @property
-    def _fraction_given(self) -> bool:
-        return self.args.sglang_mem_fraction_static is not None
 
     @property
     def _element(self) -> int:

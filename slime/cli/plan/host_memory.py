@@ -111,11 +111,10 @@ class Host:
             Item(name="rollout in Ray's object store", nbytes=2 * rows),
             Item(name="Ray and the system", nbytes=_RAY_AND_SYSTEM, note="assumed"),
         ]
+        pairs = zip(self.layout.engines, self.engines, strict=False)  # external: no planned engines
         kept = sum(
             self._gpus_here(place.gpus, node) * engine.memory.weights()
-            for place, engine in zip(
-                self.layout.engines, self.engines, strict=False
-            )  # none: external
+            for place, engine in pairs
             if _backs_up(engine.memory.args)
         )
         if kept:

@@ -68,12 +68,12 @@ def lora_values(args: Args, shape: Shape) -> dict[str, Any]:
 
 def typed_lora(values: dict[str, Any]) -> list[str]:
     """Return these flags as they are typed, without those that a run derives."""
-    words = []
-    for name, value in values.items():
-        if name.startswith("sglang_"):
-            continue
-        words.append(f"{option_of(name)} {_typed(value)}".strip())
-    return words
+    return typed_flags({n: v for n, v in values.items() if not n.startswith("sglang_")})
+
+
+def typed_flags(values: dict[str, Any]) -> list[str]:
+    """Return ["--lora-rank 16", "--gradient-checkpointing"] for {"lora_rank": 16, ...}."""
+    return [f"{option_of(name)} {_typed(value)}".strip() for name, value in values.items()]
 
 
 def _typed(value: object) -> str:

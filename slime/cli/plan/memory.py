@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slime.backends.model_size import RankModel
@@ -76,11 +76,10 @@ def phases_of(
     if policy is None:
         return phases
     heavy = max(trainer.count.ranks, key=lambda rank: total(trainer.between_steps(rank)))
-    phases += [_rollout(trainer, policy, heavy), _update(trainer, beside, heavy)]
-    for other in others:
-        phase = _rollout(trainer, other, heavy)
-        phases.append(replace(phase, name=f"rollout of {other.title}"))
-    return phases
+    phases += [_rollout("rollout", trainer, policy, heavy), _update(trainer, beside, heavy)]
+    return phases + [
+        _rollout(f"rollout of {other.title}", trainer, other, heavy) for other in others
+    ]
 
 
 def _trainer_phase(
@@ -105,47 +104,34 @@ def _trainer_phase(
     return max(phases, key=lambda phase: phase.total)
 
 
-def _rollout(trainer: Trainer, engine: PlannedEngine, heavy: RankModel) -> Phase:
-    items = _everything(engine.memory)
-    if not engine.colocated:
-        return Phase(
-            name="rollout", where="engine", rank=0, items=items, without_offload=total(items)
-        )
-    resident = trainer.resident(heavy)
-    awake = [] if trainer.args.offload_train else resident
-    items += [*awake, *trainer.overhead()]
-    apart = total(resident) - total(awake)
+def _rollout(name: str, trainer: Trainer, engine: PlannedEngine, heavy: RankModel) -> Phase:
+    items, offloaded = _everything(engine.memory), 0
+    if engine.colocated:
+        resident = trainer.resident(heavy)
+        if trainer.args.offload_train:
+            offloaded, resident = total(resident), []
+        items += [*resident, *trainer.overhead()]
     return Phase(
-        name="rollout",
-        where="shared",
-        rank=heavy.rank,
+        name=name,
+        where="shared" if engine.colocated else "engine",
+        rank=heavy.rank if engine.colocated else 0,
         items=items,
-        without_offload=total(items) + apart,
+        without_offload=total(items) + offloaded,
     )
 
 
 def _update(trainer: Trainer, beside: list[Engine], heavy: RankModel) -> Phase:
     """Return the update phase, in which offloaded engines, frozen ones too, hold weights and no KV cache yet."""
     work = [*trainer.update(), *trainer.overhead()]
-    items = [*trainer.between_steps(heavy), *work]
-    awake = [*trainer.resident(heavy), *work]
-    if not beside:
-        return Phase(
-            name="weight_update",
-            where="trainer",
-            rank=heavy.rank,
-            items=items,
-            without_offload=total(awake),
-        )
     there = everything = _largest([_everything(engine) for engine in beside])
     if trainer.args.offload_rollout:
         there = _largest([[*engine.static()[:1], *engine.overhead()] for engine in beside])
     return Phase(
         name="weight_update",
-        where="shared",
+        where="shared" if beside else "trainer",
         rank=heavy.rank,
-        items=[*items, *there],
-        without_offload=total([*awake, *everything]),
+        items=[*trainer.between_steps(heavy), *work, *there],
+        without_offload=total([*trainer.resident(heavy), *work, *everything]),
     )
 
 

@@ -274,10 +274,8 @@ def _delta_nets_of(given: dict[str, Any]) -> dict[str, Any]:
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
     }
-    pattern, found = (
-        given["linear_attention_freq"],
-        {n: given.get(n) or d for n, d in sizes.items()},
-    )
+    found = {name: given.get(name) or default for name, default in sizes.items()}
+    pattern = given["linear_attention_freq"]
     if len(pattern) == 1:  # every N-th layer has full attention
         return {"full_attention_interval": pattern[0], **found}
     kinds = ["linear_attention" if linear else "full_attention" for linear in pattern]

@@ -10,7 +10,7 @@ from slime.backends.model_size import CountRequest, ModelCount, RankModel, count
 from slime.cli.plan.activations import layers_line
 from slime.cli.plan.engine_memory import KVCache, planned_engines, policy_engine
 from slime.cli.plan.host_memory import Host
-from slime.cli.plan.lora import AdapterCost, adapter_cost, lora_values, typed_lora
+from slime.cli.plan.lora import AdapterCost, adapter_cost, lora_values, typed_flags, typed_lora
 from slime.cli.plan.memory import GIB, HostMemory, Item, Phase, phases_of
 from slime.cli.plan.model_shape import Shape, read_shape
 from slime.cli.plan.rank_layout import (
@@ -22,7 +22,6 @@ from slime.cli.plan.rank_layout import (
 )
 from slime.cli.plan.trainer_memory import Trainer
 from slime.config.arguments import Args
-from slime.config.flags.spec import option_of
 from slime.core.errors import UserError
 
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -145,11 +144,8 @@ def _with_served(count: ModelCount | UserError, args: Args) -> ModelCount | User
     paths = {model.model_path for model in args.engine_models} - {args.hf_checkpoint}
     if isinstance(count, UserError) or not paths:
         return count
-    served = {}
-    requests = [
-        CountRequest(args=args.replace(hf_checkpoint=path), ranks=[], world_size=1)
-        for path in sorted(paths)
-    ]
+    served, models = {}, [args.replace(hf_checkpoint=path) for path in sorted(paths)]
+    requests = [CountRequest(args=model, ranks=[], world_size=1) for model in models]
     for path, answer in zip(sorted(paths), count_models(requests), strict=True):
         if isinstance(answer, UserError):
             return answer
@@ -195,7 +191,8 @@ def find_advice(plan: Plan, machine: Machine) -> list[Advice]:
         saves = plan.fullest.total - other.fullest.total
         fits = other.verdict != "does not fit"
         if saves > 0 or (fits and plan.verdict == "does not fit"):
-            found.append(Advice(flags=_spell(values), saves=max(saves, 0), fits=fits))
+            flags = " ".join(typed_flags(values))
+            found.append(Advice(flags=flags, saves=max(saves, 0), fits=fits))
     if plan.verdict == "does not fit" and not any(advice.fits for advice in found):
         found += _lora_advice(plan, machine)
     return sorted(found, key=lambda advice: (not advice.fits, -advice.saves))
@@ -212,15 +209,6 @@ def _lora_advice(plan: Plan, machine: Machine) -> list[Advice]:
     saves, fits = plan.fullest.total - other.fullest.total, other.verdict != "does not fit"
     words = [word for word in typed_lora(values) if not word.startswith("--train-backend")]
     return [Advice(flags=" ".join(words), saves=saves, fits=fits)] if saves > 0 else []
-
-
-def _spell(values: dict[str, Any]) -> str:
-    words = []
-    for name, value in values.items():
-        option = option_of(name)
-        if value is not False:
-            words.append(option if value is True else f"{option} {value}")
-    return " ".join(words)
 
 
 def _full_recompute(args: Args) -> dict[str, Any] | None:

@@ -86,18 +86,13 @@ class ClusterLayout:
 
     def groups(self, axis: str) -> list[list[int]]:
         """Return the ranks of each group along `axis` ("tp", "pp", ...)."""
-        fixed = _FIXED[axis]
+        sizes = self.sizes
+        block = sizes.etp * sizes.ep if axis in ("ep", "etp") else sizes.world
         found: dict[tuple[int, ...], list[int]] = {}
         for place in self.ranks:
-            key = tuple(getattr(place, name) for name in fixed)
-            found.setdefault((*key, *self._rest(place, axis)), []).append(place.rank)
+            key = (*(getattr(place, name) for name in _FIXED[axis]), place.rank // block)
+            found.setdefault(key, []).append(place.rank)
         return list(found.values())
-
-    def _rest(self, place: Place, axis: str) -> tuple[int, ...]:
-        if axis not in ("ep", "etp"):
-            return ()
-        inner = self.sizes.etp * self.sizes.ep
-        return (place.rank // inner,)
 
 
 _FIXED = {

@@ -39,8 +39,8 @@ def wide_console() -> Console:
 
 def summary_lines(plan: Plan) -> list[str]:
     sizes, batches = plan.layout.sizes, plan.batches
-    whole = plan.count.whole.total
-    lines = [
+    whole, megatron = plan.count.whole.total, plan.args.train_backend == "megatron"
+    return [
         f"model      {plan.shape.model_type}, {whole / 1e9:.2f}B parameters ({whole:,})",
         f"trainer    {sizes.world} GPUs = TP {sizes.tp} x PP {sizes.pp} x CP {sizes.cp} x DP {sizes.dp}"
         + (
@@ -49,7 +49,7 @@ def summary_lines(plan: Plan) -> list[str]:
             else ""
         )
         + f" on {len({p.node for p in plan.layout.ranks})} machines, {plan.args.train_backend}",
-        *_layer_lines(plan),
+        *([f"layers     {layers_line(plan.args, plan.shape)}"] if megatron else []),
         *_group_lines(plan.layout),
         *([f"adapter    {plan.adapter}"] if plan.adapter else []),
         *_engine_lines(plan),
@@ -58,7 +58,6 @@ def summary_lines(plan: Plan) -> list[str]:
         f"{batches.tokens_per_gpu} tokens per GPU ({batches.micro_batches} a step at full length)",
         f"GPU        {plan.capacity / GIB:g} GiB ({plan.capacity_source})",
     ]
-    return lines
 
 
 def closing_lines(plan: Plan) -> list[str]:
@@ -69,25 +68,11 @@ def closing_lines(plan: Plan) -> list[str]:
     return [*lines, *(f"[dim]note: {escape(warning)}[/]" for warning in plan.args.warnings)]
 
 
-def _layer_lines(plan: Plan) -> list[str]:
-    if plan.args.train_backend != "megatron":
-        return []
-    return [f"layers     {layers_line(plan.args, plan.shape)}"]
-
-
 def _group_lines(layout: ClusterLayout) -> list[str]:
-    sizes = layout.sizes
-    axes = [
-        ("tp", sizes.tp),
-        ("cp", sizes.cp),
-        ("dp", sizes.dp),
-        ("pp", sizes.pp),
-        ("ep", sizes.ep),
-    ]
     lines = []
-    for axis, size in axes:
+    for axis in ("tp", "cp", "dp", "pp", "ep"):
+        groups, size = layout.groups(axis), getattr(layout.sizes, axis)
         if size > 1:
-            groups = layout.groups(axis)
             lines.append(
                 f"  {axis.upper()}       {len(groups)} groups of {size}: {_ranks(groups[0])}"
                 + (f", {_ranks(groups[1])}, ..." if len(groups) > 1 else "")
@@ -283,12 +268,12 @@ def _labels(plan: Plan, place: Place | None, engine: int | None) -> list[str]:
     if place is None:
         return [f"engine {engine}"]
     sizes = plan.layout.sizes
-    first = f"rank {place.rank}"
-    second = f"TP {place.tp}  PP {place.pp}"
-    third = f"CP {place.cp}  DP {place.dp}"
-    if plan.shape.num_experts and sizes.ep > 1:
-        third += f"  EP {place.ep}"
-    return [first, second, third]
+    expert = f"  EP {place.ep}" if plan.shape.num_experts and sizes.ep > 1 else ""
+    return [
+        f"rank {place.rank}",
+        f"TP {place.tp}  PP {place.pp}",
+        f"CP {place.cp}  DP {place.dp}{expert}",
+    ]
 
 
 def _colours(items: list[Item]) -> dict[str, int]:

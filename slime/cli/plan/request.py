@@ -87,21 +87,15 @@ def planned_args(argv: list[str], options: PlanOptions) -> Iterator[Args]:
         draft = Draft(given, origins, gpus=gpus, offline=True, cluster=several)
         args = resolve(draft)
         _check_gpus(args, options)
-        yield Args(args.to_dict(redact=False), _origins(args), (*warnings, *args.warnings))
-
-
-def gpu_capacity(options: PlanOptions) -> tuple[float, str]:
-    """Return the GiB of one GPU, and where the figure comes from."""
-    if options.gpu_memory is not None:
-        return options.gpu_memory, "--gpu-memory"
-    found = local_gpus()
-    if found:
-        return found[0].memory_mib / 1024, f"the {found[0].name} of this machine"
-    return DEFAULT_GPU_GIB, "assumed, as there is no GPU here: give --gpu-memory"
+        yield Args(args.to_dict(redact=False), draft.origins, (*warnings, *args.warnings))
 
 
 def machine_of(options: PlanOptions) -> Machine:
-    size, source = gpu_capacity(options)
+    size, source = DEFAULT_GPU_GIB, "assumed, as there is no GPU here: give --gpu-memory"
+    if options.gpu_memory is not None:
+        size, source = options.gpu_memory, "--gpu-memory"
+    elif found := local_gpus():
+        size, source = found[0].memory_mib / 1024, f"the {found[0].name} of this machine"
     host = None if options.host_memory is None else options.host_memory * GIB
     return Machine(gpu_bytes=size * GIB, source=source, host_bytes=host)
 
@@ -172,10 +166,6 @@ def _check_gpus(args: Args, options: PlanOptions) -> None:
         f"the job needs {how}, and there are {options.gpus}: {advice}lower "
         "--actor-num-gpus-per-node or --rollout-num-gpus, or use more machines"
     )
-
-
-def _origins(args: Args) -> dict[str, Origin]:
-    return {name: args.origin(name) for name in args.to_dict(redact=False)}
 
 
 def _number(name: str, text: str) -> float | int:

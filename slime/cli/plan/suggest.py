@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.table import Table
 
-from slime.cli.plan.lora import lora_values, typed_lora
+from slime.cli.plan.lora import lora_values, typed_flags, typed_lora
 from slime.cli.plan.memory import GIB
 from slime.cli.plan.model_shape import Shape, read_shape
 from slime.cli.plan.plan import CPU_ADAM, FULL_RECOMPUTE, Machine, Plan, make_plans, plan_from_count
@@ -23,7 +24,6 @@ from slime.cli.plan.render import wide_console
 from slime.cli.plan.request import PlanOptions, machine_of, planned_args
 from slime.config.arguments import Args
 from slime.config.flags.parser import read_command_line
-from slime.config.flags.spec import option_of
 from slime.core.errors import ConfigError, UserError
 
 _SHOWN = 8
@@ -61,10 +61,7 @@ class Suggestion:
         if self.plan.shape.num_experts:
             words.append(f"--expert-model-parallel-size {sizes.ep}")
             words.append(f"--expert-tensor-parallel-size {sizes.etp}")
-        for name, value in _STEPS[self.effort].items():
-            option = option_of(name)
-            words.append(option if value is True else f"{option} {value}")
-        return words
+        return words + typed_flags(_STEPS[self.effort])
 
 
 def suggest(argv: list[str], options: PlanOptions) -> int:
@@ -90,9 +87,7 @@ def suggest(argv: list[str], options: PlanOptions) -> int:
     return 0 if found else 1
 
 
-def find_suggestions(
-    args: Args, machine: Machine, failures: list[UserError] | None = None
-) -> list[Suggestion]:
+def find_suggestions(args: Args, machine: Machine, failures: list[UserError]) -> list[Suggestion]:
     """Return the layouts that fit, best first; errors of layouts that cannot be planned go to `failures`."""
     shape = read_shape(args.hf_checkpoint)
     engine = _engine_size(args, shape, machine)
@@ -101,20 +96,13 @@ def find_suggestions(
     found = []
     for plan in plans:
         if isinstance(plan, UserError):
-            _note(plan, failures)
+            failures.append(plan)
         elif suggestion := _least_effort(plan, machine):
             found.append(suggestion)
     return sorted(found, key=_rank)
 
 
-def _note(error: UserError, failures: list[UserError] | None) -> None:
-    if failures is not None:
-        failures.append(error)
-
-
-def suggest_lora(
-    args: Args, machine: Machine, failures: list[UserError] | None = None
-) -> list[Suggestion]:
+def suggest_lora(args: Args, machine: Machine, failures: list[UserError]) -> list[Suggestion]:
     """Return LoRA on the same GPUs if it fits and the run trains all weights."""
     if args.lora_rank:
         return []
@@ -123,7 +111,7 @@ def suggest_lora(
     engine = _engine_size(args, shape, machine)
     plan = make_plans([args.replace(**_layout(shape, 1, 1, 1), **values, **engine)], machine)[0]
     if isinstance(plan, UserError):
-        _note(plan, failures)
+        failures.append(plan)
         return []
     if plan.verdict != "fits":
         return []
@@ -140,9 +128,8 @@ def _least_effort(plan: Plan, machine: Machine) -> Suggestion | None:
 
 def _rank(suggestion: Suggestion) -> tuple[float, ...]:
     sizes = suggestion.plan.layout.sizes
-    copies = -sizes.dp
     spread = -sizes.ep if suggestion.plan.shape.num_experts else 0
-    return (suggestion.effort, copies, sizes.pp, spread, suggestion.plan.fullest.total)
+    return (suggestion.effort, -sizes.dp, sizes.pp, spread, suggestion.plan.fullest.total)
 
 
 def cluster_flags(gpus: int, argv: list[str]) -> list[str]:
@@ -166,19 +153,15 @@ def cluster_flags(gpus: int, argv: list[str]) -> list[str]:
 def _layouts(args: Args, shape: Shape, machine: Machine) -> list[dict[str, Any]]:
     """Return candidates sorted by TP x PP, without those whose weights and gradients cannot fit."""
     gpus = args.num_training_gpus
-    found = []
-    for tp in _divisors(args.actor_num_gpus_per_node):
-        for pp in _divisors(gpus // tp):
-            if not _possible(shape, tp, pp):
-                continue
-            for ep in _expert_sizes(shape, gpus, pp, tp):
-                layout = _layout(shape, tp, pp, ep)
-                if _floor(shape, gpus, tp, pp, ep) < machine.gpu_bytes:
-                    found.append(layout)
-    found.sort(
-        key=lambda one: one["tensor_model_parallel_size"] * one["pipeline_model_parallel_size"]
-    )
-    return found
+    sizes = [
+        (tp, pp, ep)
+        for tp in _divisors(args.actor_num_gpus_per_node)
+        for pp in _divisors(gpus // tp)
+        if _possible(shape, tp, pp)
+        for ep in _expert_sizes(shape, gpus, pp)
+        if _floor(shape, tp, pp, ep) < machine.gpu_bytes
+    ]
+    return [_layout(shape, *each) for each in sorted(sizes, key=lambda each: each[0] * each[1])]
 
 
 def _possible(shape: Shape, tp: int, pp: int) -> bool:
@@ -205,15 +188,15 @@ def _layout(shape: Shape, tp: int, pp: int, ep: int) -> dict[str, Any]:
     }
 
 
-def _expert_sizes(shape: Shape, gpus: int, pp: int, tp: int) -> list[int]:
+def _expert_sizes(shape: Shape, gpus: int, pp: int) -> list[int]:
     """Return the largest possible expert-parallel size and the next smaller one."""
     if not shape.num_experts:
         return [1]
     sizes = [n for n in _divisors(gpus // pp) if shape.num_experts % n == 0]
-    return sizes[-2:] if len(sizes) > 1 else sizes
+    return sizes[-2:]
 
 
-def _floor(shape: Shape, gpus: int, tp: int, pp: int, ep: int) -> float:
+def _floor(shape: Shape, tp: int, pp: int, ep: int) -> float:
     """Return a lower bound: the bytes of weights and gradients alone."""
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     dense = attention + (0 if shape.num_experts else 3 * shape.hidden * shape.ffn)
@@ -255,28 +238,20 @@ def _show(found: list[Suggestion], failures: list[UserError], options: PlanOptio
             highlight=False,
         )
         return
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     table = Table(title=f"layouts for {options.gpus} GPUs, best first", title_justify="left")
     for column in ("", "TP", "PP", "DP", "EP", "engine", "fullest GPU", "host", "with"):
         table.add_column(column, justify="right")
     for number, suggestion in enumerate(found[:_SHOWN], 1):
         table.add_row(str(number), *_cells(suggestion))
     console.print(table)
-    console.print(
-        "the first one:  " + " ".join(found[0].flags), highlight=False, markup=False, soft_wrap=True
-    )
+    say("the first one:  " + " ".join(found[0].flags))
     if failures:
-        console.print(
-            f"{len(failures)} more could not be planned. The first: {failures[0]}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        say(f"{len(failures)} more could not be planned. The first: {failures[0]}")
     if found[0].lora:
-        console.print(
+        say(
             "training all weights does not fit; with these flags remove MODEL_ARGS, since FSDP reads the "
-            "model from --hf-checkpoint (docs/lora.md)",
-            highlight=False,
-            soft_wrap=True,
+            "model from --hf-checkpoint (docs/lora.md)"
         )
 
 

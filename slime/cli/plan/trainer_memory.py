@@ -55,19 +55,9 @@ class Trainer:
         return [item for item in items if item.name != GRADIENTS]
 
     def overhead(self) -> list[Item]:
-        groups = sum(
-            size > 1
-            for size in (
-                self.sizes.tp,
-                self.sizes.pp,
-                self.sizes.cp,
-                self.sizes.dp,
-                self.sizes.dp * self.sizes.cp,
-                self.sizes.ep,
-                self.sizes.etp,
-                self.sizes.expert_dp,
-            )
-        )
+        s = self.sizes
+        sizes = (s.tp, s.pp, s.cp, s.dp, s.dp * s.cp, s.ep, s.etp, s.expert_dp)
+        groups = sum(size > 1 for size in sizes)
         items = [Item(name="CUDA context", nbytes=CUDA_CONTEXT, note="assumed")]
         if groups:
             nccl = groups * NCCL_GROUP

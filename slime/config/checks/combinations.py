@@ -18,8 +18,8 @@ from slime.config.flags.draft import (
 )
 from slime.config.flags.registry import all_flags, own_flags
 from slime.config.flags.spec import option_of
-from slime.config.lora import check_lora
-from slime.config.peft_files import names_experts
+from slime.config.flags.train import MUON
+from slime.config.lora import adapted_experts, check_lora
 from slime.config.reward_types import check_grading, reward_type
 from slime.core.errors import ConfigError
 
@@ -60,14 +60,13 @@ def check_all(draft: Draft) -> None:
 def check_backend(draft: Draft) -> None:
     """Raise ConfigError for a flag that only the other trainer honours."""
     backend = draft["train_backend"]
-    for name in draft.given_names():
-        flag = all_flags()[name]
+    for flag in draft.given_flags():
         owner = "megatron" if flag.family == "megatron" else flag.backend
-        owner = None if name in _FSDP_TOO else owner
+        owner = None if flag.name in _FSDP_TOO else owner
         if owner is not None and owner != backend:
             raise ConfigError(
                 f"{flag.option} belongs to --train-backend {owner}, this run uses {backend}: "
-                f"{_INSTEAD.get(name, 'remove it')}, or choose --train-backend {owner}"
+                f"{_INSTEAD.get(flag.name, 'remove it')}, or choose --train-backend {owner}"
             )
     if draft["lr_decay_style"] == "WSD":
         raise ConfigError(
@@ -87,15 +86,12 @@ def check_algorithm(draft: Draft) -> None:
             "one of them to 0"
         )
     if draft["loss_type"] == "policy_loss" and not draft["debug_rollout_only"]:
-        limits = {
-            "rollout_top_p": draft["rollout_top_p"] < 1,
-            "rollout_top_k": draft["rollout_top_k"] > 0,
-        }
-        for name in (name for name, limited in limits.items() if limited):
-            draft.warn(
-                f"{option_of(name)} {draft[name]}: tokens are sampled from a part of the vocabulary, but "
-                "log-probs are those of all of it: importance ratios are biased"
-            )
+        for name in ("rollout_top_p", "rollout_top_k"):
+            if draft[name] != own_flags()[name].default:
+                draft.warn(
+                    f"{option_of(name)} {draft[name]}: tokens are sampled from a part of the vocabulary, "
+                    "but log-probs are those of all of it: importance ratios are biased"
+                )
     later = draft["train_async"] or draft["update_weights_interval"] > 1
     if draft["keep_old_actor"] and later:
         raise ConfigError(
@@ -328,8 +324,8 @@ def check_megatron_adapters(draft: Draft) -> None:
             "--optimizer-cpu-offload with --lora-rank: megatron-core could not load such moments from a "
             "checkpoint: add --use-precision-aware-optimizer"
         )
-    named = [name for name in draft["lora_target_modules"] if names_experts(name)]
-    if not draft["lora_rank"] or not named or draft["train_backend"] != "megatron":
+    named = adapted_experts(draft)
+    if not named or draft["train_backend"] != "megatron":
         return
     what = f"with --lora-target-modules {named[0]}"
     if draft["transformer_impl"] == "transformer_engine":
@@ -337,7 +333,7 @@ def check_megatron_adapters(draft: Draft) -> None:
             f"--transformer-impl transformer_engine {what}: only the experts of slime's own layers have "
             "adapters: use --transformer-impl local"
         )
-    if draft["optimizer"] in ("muon", "dist_muon"):
+    if MUON.holds(draft):
         raise ConfigError(
             f"--optimizer {draft['optimizer']} {what}: megatron-core's Muon does not update matrices of "
             "several experts in one parameter: use --optimizer adam"

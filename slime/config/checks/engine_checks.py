@@ -52,14 +52,14 @@ def _check_one(draft: Draft, *, updated: bool) -> None:
             _check_fp8(draft)
     if draft["rollout_engine"] != "slime":
         return
-    for name in draft.given_names():
-        flag = all_flags()[name]
+    for flag in draft.given_flags():
         if flag.family == "router":
             raise ConfigError(f"{flag.option}: the embedded engine has no router: remove it")
-        off = draft[name] is False and not flag.default
-        if flag.family != "sglang" or off or draft[name] == flag.default:
+        value = draft[flag.name]
+        off = value is False and not flag.default
+        if flag.family != "sglang" or off or value == flag.default:
             continue
-        if embedded_support(name.removeprefix("sglang_")) == "refused":
+        if embedded_support(flag.name.removeprefix("sglang_")) == "refused":
             raise ConfigError(
                 f"{flag.option} is not supported by the embedded engine: remove it, or use "
                 "--rollout-engine sglang"
@@ -126,19 +126,19 @@ def _check_router(draft: Draft) -> None:
             "--sglang-router-port: slime starts no router for --rollout-external: remove it, or name a "
             "running one with --sglang-router-ip"
         )
-    for name in draft.given_names() if ip else ():
-        if all_flags()[name].family == "router":
+    for flag in draft.given_flags() if ip else ():
+        if flag.family == "router":
             draft.warn(
-                f"{all_flags()[name].option} has no effect with --sglang-router-ip: that router keeps its own options"
+                f"{flag.option} has no effect with --sglang-router-ip: that router keeps its own options"
             )
 
 
 def check_sglang(draft: Draft) -> None:
-    for name in draft.given_names():
-        if all_flags()[name].family == "sglang":
-            check_owned(name)
-        if name in _ROUTER_OWNED:
-            raise ConfigError(f"{all_flags()[name].option} is set by slime: {_ROUTER_OWNED[name]}")
+    for flag in draft.given_flags():
+        if flag.family == "sglang":
+            check_owned(flag.name)
+        if flag.name in _ROUTER_OWNED:
+            raise ConfigError(f"{flag.option} is set by slime: {_ROUTER_OWNED[flag.name]}")
     _check_sizes(draft)
     _warn_unused_router(draft)
     _check_model(draft)
@@ -166,9 +166,8 @@ def check_external(draft: Draft) -> None:
             "--update-weight-transport tensor shares memory with engines of this run: use disk or "
             "distributed with --rollout-external"
         )
-    for name in draft.given_names():
-        flag = all_flags()[name]
-        if flag.family in ("sglang", "router") and name != "sglang_dtype":
+    for flag in draft.given_flags():
+        if flag.family in ("sglang", "router") and flag.name != "sglang_dtype":
             raise ConfigError(
                 f"{flag.option} configures engines that slime starts; give it to the servers at "
                 "--rollout-external-engine-addrs themselves"
@@ -241,11 +240,9 @@ def _check_sizes(draft: Draft) -> None:
 def _warn_unused_router(draft: Draft) -> None:
     if draft["rollout_num_gpus"] // draft["rollout_num_gpus_per_engine"] > 1:
         return
-    for name in draft.given_names():
-        if all_flags()[name].family == "router" or name == "sglang_router_port":
-            draft.warn(
-                f"{all_flags()[name].option} has no effect with one engine, which needs no router"
-            )
+    for flag in draft.given_flags():
+        if flag.family == "router" or flag.name == "sglang_router_port":
+            draft.warn(f"{flag.option} has no effect with one engine, which needs no router")
 
 
 def _check_model(draft: Draft) -> None:

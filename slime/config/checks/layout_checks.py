@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from slime.config.engine_groups import gpu_ranges
 from slime.config.flags.draft import Draft
-from slime.config.flags.spec import option_of
 from slime.core.errors import ConfigError
 
 # Environment variables of a trainer rank that slime or Ray sets.
@@ -81,9 +80,7 @@ def check_env_vars(draft: Draft) -> None:
 
 
 def _training(draft: Draft) -> int:
-    if draft["debug_rollout_only"]:
-        return 0
-    return draft.num_training_gpus
+    return 0 if draft["debug_rollout_only"] else draft.num_training_gpus
 
 
 def _engines_beside(draft: Draft) -> int:
@@ -98,7 +95,7 @@ def _engines_beside(draft: Draft) -> int:
 def _advice(draft: Draft) -> str:
     if _training(draft) and _engines_beside(draft) and _training(draft) <= draft.gpus:
         return "add --colocate and remove --rollout-num-gpus, or lower one of them"
-    return f"lower {option_of('actor_num_nodes')} x {option_of('actor_num_gpus_per_node')}"
+    return "lower --actor-num-nodes x --actor-num-gpus-per-node"
 
 
 def _check_node_boundaries(draft: Draft) -> None:

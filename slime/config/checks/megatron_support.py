@@ -160,10 +160,10 @@ HARMLESS = _by_flag(
 
 def check_megatron_flags(draft: Draft) -> None:
     """Raise ConfigError for a flag that was set to a value that is not honoured."""
-    for name in draft.given_names():
+    for flag in draft.given_flags():
+        name, option = flag.name, flag.option
         if not asks_for_something(name, draft[name]):
             continue
-        option = all_flags()[name].option
         if name in REFUSED:
             raise ConfigError(f"{option} is not honoured: {REFUSED[name]}: remove it")
         if name in NEEDS_TE and not is_installed("transformer_engine"):

@@ -17,10 +17,10 @@ from slime.config.checks.model_types import (
 )
 from slime.config.checks.precision_checks import check_fp8, check_kernels, check_precision_aware
 from slime.config.flags.draft import Draft
-from slime.config.flags.registry import all_flags
 from slime.config.flags.spec import option_of
+from slime.config.flags.train import MUON
 from slime.config.installed import is_installed
-from slime.config.peft_files import names_experts
+from slime.config.lora import adapted_experts
 from slime.core.errors import ConfigError
 
 # Megatron's flag -> its keys in config.json, the first present one counts
@@ -63,7 +63,6 @@ def check_model(draft: Draft) -> None:
     check_precision_aware(draft)
     check_fp8(draft, config)
     check_recompute(draft)
-    check_dispatcher(draft)
     check_hooks(draft)
     check_packages(draft)
     check_kernels(draft)
@@ -72,12 +71,11 @@ def check_model(draft: Draft) -> None:
 
 def check_fsdp_experts(draft: Draft, config: dict[str, Any]) -> None:
     """Check --expert-model-parallel-size with FSDP, whose ranks each store equally many experts."""
-    ep = draft["expert_model_parallel_size"] or 1
-    gpus = draft["actor_num_nodes"] * draft["actor_num_gpus_per_node"]
+    ep, gpus = draft["expert_model_parallel_size"] or 1, draft.num_training_gpus
     if ep == 1:
         return
     experts = _found(config, "num_experts")
-    if experts is None and _found(config, "num_layers") is not None:
+    if _is_dense(config):
         raise ConfigError(
             f"--expert-model-parallel-size {ep}: the model of --hf-checkpoint has no experts: remove "
             "it"
@@ -92,16 +90,13 @@ def check_fsdp_experts(draft: Draft, config: dict[str, Any]) -> None:
             f"--expert-model-parallel-size {ep} with --train-backend fsdp: the {experts} experts of a layer "
             f"are not a multiple of the {gpus} training GPUs: remove it, or train on another number of GPUs"
         )
-    if draft["lora_rank"] and any(map(names_experts, draft["lora_target_modules"])):
+    if adapted_experts(draft):
         raise ConfigError(
             f"--expert-model-parallel-size {ep} with --train-backend fsdp: experts with adapters are not "
             "spread over ranks: remove it, or remove experts from --lora-target-modules"
         )
-    if (
-        draft["lora_rank"]
-        and not draft["ref_load"]
-        and read_quantization(draft).get("weight_block_size")
-    ):
+    in_fp8 = not draft["ref_load"] and read_quantization(draft).get("weight_block_size")
+    if draft["lora_rank"] and in_fp8:
         raise ConfigError(
             f"--expert-model-parallel-size {ep} with --train-backend fsdp and --lora-rank: experts that stay "
             "in FP8 are not spread over ranks: remove it, or give bf16 weights with --ref-load"
@@ -165,26 +160,24 @@ def check_against_config(draft: Draft, config: dict[str, Any]) -> None:
 
 
 def check_expert_flags(draft: Draft, config: dict[str, Any]) -> None:
-    if _found(config, "num_layers") is None or _found(config, "num_experts") is not None:
-        return
-    for name in draft.given_names():
-        if name.startswith("moe_") and asks_for_something(name, draft[name]):
-            option = all_flags()[name].option
-            raise ConfigError(f"{option}: the model of --hf-checkpoint has no experts: remove it")
+    for flag in draft.given_flags() if _is_dense(config) else ():
+        if flag.name.startswith("moe_") and asks_for_something(flag.name, draft[flag.name]):
+            raise ConfigError(
+                f"{flag.option}: the model of --hf-checkpoint has no experts: remove it"
+            )
 
 
 def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
     """Check that TP x PP x CP x DP = GPUs; expert parallelism divides the same GPUs."""
     gpus = draft.num_training_gpus
-    tp, pp, cp = (draft[f"{axis}_parallel_size"] for axis in _AXES)
+    axes = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    tp, pp, cp, ep, etp = (draft[f"{axis}_parallel_size"] for axis in axes)
     if gpus % (tp * pp * cp):
         raise ConfigError(
             f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} x "
             f"--context-parallel-size {cp} = {tp * pp * cp} does not divide the {gpus} training GPUs: "
             "lower one of them, or train on more GPUs (experts need none of their own)"
         )
-    ep = draft["expert_model_parallel_size"]
-    etp = draft["expert_tensor_parallel_size"]
     if gpus % (ep * etp * pp):
         raise ConfigError(
             f"--expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp} x "
@@ -211,7 +204,7 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
         raise ConfigError(
             f"--tensor-model-parallel-size {tp} with experts needs --sequence-parallel: add it"
         )
-    if ep > 1 and experts is None and _found(config, "num_layers") is not None:
+    if ep > 1 and experts is None and _is_dense(config):
         raise ConfigError(
             f"--expert-model-parallel-size {ep}: the model of --hf-checkpoint has no experts: remove "
             "it"
@@ -282,25 +275,14 @@ def check_recompute(draft: Draft) -> None:
             )
 
 
-def check_dispatcher(draft: Draft) -> None:
-    dispatcher = draft["moe_token_dispatcher_type"]
-    if draft["moe_enable_deepep"] and dispatcher != "flex":
-        raise ConfigError(
-            f"--moe-token-dispatcher-type {dispatcher} does not use DeepEP: remove --moe-enable-deepep, "
-            "or use flex"
-        )
-
-
 def check_hooks(draft: Draft) -> None:
     """Refuse hooks that need whole samples with context parallelism, where no rank holds them."""
-    if draft["context_parallel_size"] == 1:
-        return
-    for name in _WHOLE_SAMPLES:
-        if draft[name] is not None:
-            raise ConfigError(
-                f"{option_of(name)} needs whole samples and --context-parallel-size "
-                f"{draft['context_parallel_size']} splits them: remove one of them"
-            )
+    cp = draft["context_parallel_size"]
+    if cp > 1 and draft["custom_loss_function_path"] is not None:
+        raise ConfigError(
+            f"--custom-loss-function-path needs whole samples and --context-parallel-size {cp} splits them: "
+            "remove one of them"
+        )
 
 
 def check_replay(draft: Draft, config: dict[str, Any]) -> None:
@@ -309,16 +291,15 @@ def check_replay(draft: Draft, config: dict[str, Any]) -> None:
             continue
         if draft["qkv_format"] == "bshd":
             raise ConfigError(f"{option_of(name)} needs packed samples: --qkv-format thd")
-        if _found(config, "num_layers") is not None and _found(config, "num_experts") is None:
+        if _is_dense(config):
             raise ConfigError(f"{option_of(name)}: the model of --hf-checkpoint has no experts")
         _check_replayed_experts(draft, name)
 
 
 def _check_replayed_experts(draft: Draft, name: str) -> None:
     """Refuse recomputing the routers alone with pipeline stages: they cannot tell their micro-batch."""
-    again = draft["recompute_granularity"] == "selective" and "moe" in (
-        draft["recompute_modules"] or ()
-    )
+    selective = draft["recompute_granularity"] == "selective"
+    again = selective and "moe" in (draft["recompute_modules"] or ())
     pp = draft["pipeline_model_parallel_size"]
     if (again or draft["moe_layer_recompute"]) and pp > 1:
         option = "--recompute-modules moe" if again else "--moe-layer-recompute"
@@ -334,16 +315,11 @@ def check_packages(draft: Draft) -> None:
         draft.lacking("--train-backend megatron needs megatron-core: pip install 'slime[megatron]'")
 
 
-_AXES = ("tensor_model", "pipeline_model", "context")
-_WHOLE_SAMPLES = ("custom_loss_function_path",)
-
-
 def _check_key_heads(draft: Draft, config: dict[str, Any]) -> None:
     tp, heads = draft["tensor_model_parallel_size"], _found(config, "num_query_groups")
     if heads is None or draft["multi_latent_attention"] or config.get("kv_lora_rank"):
         return
-    muon = draft["optimizer"] in ("muon", "dist_muon") and draft["muon_split_qkv"] is not False
-    if muon and tp > heads:
+    if MUON.holds(draft) and draft["muon_split_qkv"] is not False and tp > heads:
         raise ConfigError(
             f"--tensor-model-parallel-size {tp} splits the {heads} key heads of the model, and --optimizer "
             f"{draft['optimizer']} orthogonalises queries, keys and values separately: add --muon-no-split-qkv"
@@ -358,9 +334,7 @@ def _check_key_heads(draft: Draft, config: dict[str, Any]) -> None:
 def _check_layers(draft: Draft, config: dict[str, Any]) -> None:
     layers = _found(config, "num_layers") if draft["num_layers"] is None else draft["num_layers"]
     pp = draft["pipeline_model_parallel_size"]
-    uneven = (
-        draft["num_layers_in_first_pipeline_stage"] or draft["num_layers_in_last_pipeline_stage"]
-    )
+    uneven = any(draft[f"num_layers_in_{stage}_pipeline_stage"] for stage in ("first", "last"))
     per_stage = draft["num_layers_per_virtual_pipeline_stage"]
     if per_stage and pp == 1:
         raise ConfigError(
@@ -383,6 +357,11 @@ def _check_layers(draft: Draft, config: dict[str, Any]) -> None:
 
 def _found(config: dict[str, Any], name: str) -> Any:
     return next((config[key] for key in _CONFIG_KEYS[name] if config.get(key) is not None), None)
+
+
+def _is_dense(config: dict[str, Any]) -> bool:
+    """Return whether config.json describes a model, and one without experts."""
+    return _found(config, "num_layers") is not None and _found(config, "num_experts") is None
 
 
 def _check_divides(draft: Draft, config: dict[str, Any], name: str, size: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from slime.config.checks.file_checks import read_config_json, read_quantization
 from slime.config.flags.draft import Draft
+from slime.config.flags.train import MUON
 from slime.config.installed import is_installed
 from slime.core.errors import ConfigError
 
@@ -110,7 +111,7 @@ def _megatron_obstacle(draft: Draft) -> str | None:
         return None
     if draft["recompute_granularity"] == "full":
         return "a trained tower's features do not pass recomputed layers: use --recompute-granularity selective"
-    if draft["optimizer"] in ("muon", "dist_muon"):
+    if MUON.holds(draft):
         return f"--optimizer {draft['optimizer']} is not for a trained tower: use --optimizer adam"
     return None
 

@@ -83,11 +83,12 @@ def _check_dtypes(draft: Draft) -> None:
 def check_fp8(draft: Draft, config: dict[str, Any]) -> None:
     """Refuse FP8 that the GPU, CUDA or the model's sizes do not support; `config` is config.json."""
     if not draft["fp8_format"]:
-        for name in draft.given_names():
-            if name.startswith("fp8_") and draft[name] is not None and draft[name] is not False:
+        for flag in draft.given_flags():
+            value = draft[flag.name]
+            if flag.name.startswith("fp8_") and value is not None and value is not False:
                 raise ConfigError(
-                    f"{option_of(name)} has no effect without FP8: add --fp8-format hybrid, or remove "
-                    f"{option_of(name)}"
+                    f"{flag.option} has no effect without FP8: add --fp8-format hybrid, or remove "
+                    f"{flag.option}"
                 )
         return
     recipe = draft["fp8_recipe"] or "delayed"
@@ -224,7 +225,13 @@ def check_fusions(draft: Draft) -> None:
 
 def check_flex_dispatcher(draft: Draft) -> None:
     """Check the flex MoE token dispatcher; both of its backends, DeepEP and HybridEP, are in package deep_ep."""
-    if draft["moe_token_dispatcher_type"] != "flex":
+    dispatcher = draft["moe_token_dispatcher_type"]
+    if dispatcher != "flex":
+        if draft["moe_enable_deepep"]:
+            raise ConfigError(
+                f"--moe-token-dispatcher-type {dispatcher} does not use DeepEP: remove --moe-enable-deepep, "
+                "or use flex"
+            )
         return
     option = "--moe-token-dispatcher-type flex"
     if draft["moe_enable_deepep"] and draft["moe_flex_dispatcher_backend"] == "hybridep":

@@ -167,8 +167,7 @@ class Algorithm:
     custom_pg_loss_reducer_function_path: str | None = flag(
         None,
         "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> reducer of "
-        "the "
-        "policy loss",
+        "the policy loss",
         unless=_SFT,
     )
     use_rollout_logprobs: bool = flag(

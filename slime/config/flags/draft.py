@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from slime.config.flags.registry import all_flags, own_flags
 from slime.config.flags.run import phase_timeouts
-from slime.config.flags.spec import Flag, nearest, option_of
+from slime.config.flags.spec import Flag, did_you_mean, option_of
 from slime.core.errors import ConfigError
 
 # "custom": no flag, from --custom-config-path
@@ -63,8 +63,8 @@ class Draft:
             self._unset(name)
         return name in self.origins and self.origins[name] not in _NOT_GIVEN
 
-    def given_names(self) -> list[str]:
-        return [name for name in self.origins if self.given(name)]
+    def given_flags(self) -> list[Flag]:
+        return [all_flags()[name] for name in self.origins if self.given(name)]
 
     @property
     def num_training_gpus(self) -> int:
@@ -107,10 +107,7 @@ class Draft:
     def _unset(name: str) -> None:
         """Return None for a flag without a value; raise KeyError for a name that is no flag."""
         if name not in all_flags():
-            near = nearest(name, all_flags())
-            raise KeyError(
-                f"there is no flag {name!r}" + (f"; did you mean {near}?" if near else "")
-            )
+            raise KeyError(f"there is no flag {name!r}{did_you_mean(name, all_flags())}")
 
 
 def check_values(draft: Draft) -> None:
@@ -143,9 +140,8 @@ def check_requirements(draft: Draft) -> None:
 
 def warn_without_effect(draft: Draft) -> None:
     """Warn about every flag that the user set and that other flags leave without an effect."""
-    for name in draft.given_names():
-        flag = all_flags()[name]
-        if flag.ignored and draft[name] != flag.default:
+    for flag in draft.given_flags():
+        if flag.ignored and draft[flag.name] != flag.default:
             draft.warn(f"{flag.option} has no effect: {flag.ignored}")
         if flag.needs and not flag.needs.holds(draft):
             note = f": {flag.needs.note}" if flag.needs.note else ""

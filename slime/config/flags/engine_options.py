@@ -150,36 +150,15 @@ def _number(version: str) -> tuple[int, ...]:
 #   refused   raises ConfigError; so does a name in neither table
 Support = Literal["honoured", "harmless", "refused"]
 
-HONOURED = frozenset(
-    {
-        "chunked_prefill_size",
-        "context_length",
-        "device",
-        "disable_radix_cache",
-        "dtype",
-        "enable_deterministic_inference",
-        "enable_lora",
-        "enable_return_routed_experts",
-        "load_format",
-        "log_level",
-        "lora_target_modules",
-        "max_lora_rank",
-        "max_loras_per_batch",
-        "max_running_requests",
-        "max_total_tokens",
-        "mem_fraction_static",
-        "page_size",
-        "random_seed",
-        "served_model_name",
-        "skip_tokenizer_init",
-        "speculative_algorithm",
-        "speculative_num_draft_tokens",
-        "tokenizer_path",
-        "tp_size",
-        "trust_remote_code",
-        "weight_version",
-    }
-)
+HONOURED = frozenset({
+    "chunked_prefill_size", "context_length", "device", "disable_radix_cache", "dtype",
+    "enable_deterministic_inference", "enable_lora", "enable_return_routed_experts",
+    "load_format", "log_level", "lora_target_modules", "max_lora_rank", "max_loras_per_batch",
+    "max_running_requests", "max_total_tokens", "mem_fraction_static", "page_size",
+    "random_seed", "served_model_name", "skip_tokenizer_init", "speculative_algorithm",
+    "speculative_num_draft_tokens", "tokenizer_path", "tp_size", "trust_remote_code",
+    "weight_version",
+})  # fmt: skip
 
 # option -> why it never changes a result
 HARMLESS: dict[str, str] = {
@@ -206,12 +185,9 @@ HARMLESS: dict[str, str] = {
     "watchdog_timeout": "slime monitors its engines (--rollout-health-check-timeout)",
 }
 
-EMBEDDED_OPTIONS: dict[str, Support] = {
-    **dict.fromkeys(sorted(HONOURED), "honoured"),
-    **dict.fromkeys(sorted(HARMLESS), "harmless"),
-}
-
 
 def embedded_support(name: str) -> Support:
     """Return the support of the ServerArgs option `name` (underscores, no prefix)."""
-    return EMBEDDED_OPTIONS.get(name, "refused")
+    if name in HONOURED:
+        return "honoured"
+    return "harmless" if name in HARMLESS else "refused"

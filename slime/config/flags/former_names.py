@@ -79,13 +79,10 @@ FORMER_NAMES: dict[str, str] = {
 
 # (flag, value) -> what to use instead of the value
 FORMER_VALUES: dict[tuple[str, str], str] = {
-    (
-        "--loss-mask-type",
-        "qwen3_5",
-    ): "use qwen3, which reads every ChatML template that keeps the thinking of a last turn",
-    (
-        "--router-policy",
-        "consistent_hashing",
-    ): "sglang-router 0.3.2 does not have it; cache_aware sends "
-    "requests with a common prefix to one engine",
+    ("--loss-mask-type", "qwen3_5"): (
+        "use qwen3, which reads every ChatML template that keeps the thinking of a last turn"
+    ),
+    ("--router-policy", "consistent_hashing"): (
+        "sglang-router 0.3.2 does not have it; cache_aware sends requests with a common prefix to one engine"
+    ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Container
@@ -15,10 +16,8 @@ import yaml
 
 from slime.config.flags.former_names import FORMER_NAMES, FORMER_VALUES
 from slime.config.flags.registry import all_flags, options
-from slime.config.flags.spec import Flag, nearest, option_of
+from slime.config.flags.spec import Flag, Kind, did_you_mean, option_of
 from slime.core.errors import ConfigError
-
-_NOT_IN_A_FILE = ("config",)
 
 
 def read_command_line(argv: list[str]) -> dict[str, Any]:
@@ -26,7 +25,8 @@ def read_command_line(argv: list[str]) -> dict[str, Any]:
     known, unknown = _parser().parse_known_args(argv)
     for token in unknown:
         if token.startswith("-"):
-            raise ConfigError(_unknown_option(token.split("=")[0]))
+            option = token.split("=")[0]
+            raise ConfigError(f"there is no flag {option}{_instead(option)}")
     if unknown:
         raise ConfigError(
             f"unexpected value {unknown[0]!r}: a value follows its flag, as in --lr 1e-6"
@@ -159,9 +159,8 @@ def _program() -> str:
 def _add(group: argparse._ArgumentGroup, flag: Flag, *, shown: bool) -> None:
     text = _help(flag) if shown else argparse.SUPPRESS
     if flag.kind != "bool":
-        metavar = (
-            flag.name.upper() if not flag.choices else "{" + ",".join(map(str, flag.choices)) + "}"
-        )
+        choices = ",".join(map(str, flag.choices))
+        metavar = f"{{{choices}}}" if choices else flag.name.upper()
         nargs = "+" if flag.many else None
         group.add_argument(*flag.options, dest=flag.name, metavar=metavar, nargs=nargs, help=text)
         return
@@ -179,16 +178,11 @@ def _help(flag: Flag) -> str:
     return text.replace("%", "%%")
 
 
-def _unknown_option(option: str) -> str:
-    return f"there is no flag {option}{_instead(option)}"
-
-
 def _instead(option: str) -> str:
     """Return what to type instead of an unknown option, as the end of a sentence, or nothing."""
     if option in FORMER_NAMES:
         return f": {FORMER_NAMES[option]}"
-    near = nearest(option, options())
-    return f"; did you mean {near}?" if near else ""
+    return did_you_mean(option, options())
 
 
 def _find_key(key: str, path: str) -> tuple[Flag, bool]:
@@ -198,7 +192,7 @@ def _find_key(key: str, path: str) -> tuple[Flag, bool]:
     flag = all_flags().get(name) or options().get(option)
     if flag is None:
         raise ConfigError(f"{path}: there is no flag {key}{_instead(option)}")
-    if flag.name in _NOT_IN_A_FILE:
+    if flag.name == "config":
         raise ConfigError(f"{path}: {key} belongs on the command line")
     return flag, name != flag.name and option in flag.off_options
 
@@ -222,14 +216,6 @@ def _one_line(error: Exception) -> str:
     return where + (getattr(error, "problem", None) or str(error))
 
 
-_WANTED = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "json": "JSON",
-    "size": "a whole number, or one with k, M, G (1000s) or Ki, Mi, Gi (1024s)",
-}
 _SIZES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -246,21 +232,18 @@ def convert(flag: Flag, raw: Any, where: str) -> Any:
 
 
 def _convert_one(flag: Flag, raw: Any, where: str) -> Any:
+    read, wanted = _KINDS[flag.kind]
     try:
-        value = _READERS[flag.kind](raw)
+        value = read(raw)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        hint = f": {error}" if flag.kind == "json" else ""
-        raise ConfigError(
-            f"{where}: {_shown(flag, raw)} is not {_WANTED[flag.kind]}{hint}"
-        ) from None
+        hint = f": {error}" if flag.kind == "json" or isinstance(error, OverflowError) else ""
+        raise ConfigError(f"{where}: {_shown(flag, raw)} is not {wanted}{hint}") from None
     value = flag.same_values.get(value, value) if flag.same_values else value
     if flag.choices and value not in flag.choices:
-        near = nearest(str(value), [str(choice) for choice in flag.choices])
-        listed = ", ".join(str(choice) for choice in flag.choices)
-        hint = f"; did you mean {near}?" if near else ""
+        choices = [str(choice) for choice in flag.choices]
         advice = FORMER_VALUES.get((flag.option, str(value)))
-        hint = f": {advice}" if advice else hint
-        raise ConfigError(f"{where}: {_shown(flag, raw)} is not one of {listed}{hint}")
+        hint = f": {advice}" if advice else did_you_mean(str(value), choices)
+        raise ConfigError(f"{where}: {_shown(flag, raw)} is not one of {', '.join(choices)}{hint}")
     return value
 
 
@@ -278,7 +261,9 @@ def _read_float(raw: Any) -> float:
     if isinstance(raw, bool):
         raise ValueError
     value = float(raw)
-    if value != value:
+    if math.isinf(value):
+        raise OverflowError("it is infinite")
+    if math.isnan(value):
         raise ValueError
     return value
 
@@ -298,7 +283,9 @@ def _read_str(raw: Any) -> str:
 
 
 def _read_json(raw: Any) -> Any:
-    return json.loads(raw) if isinstance(raw, str) else raw
+    value = json.loads(raw) if isinstance(raw, str) else raw
+    json.dumps(value, allow_nan=False, default=str)  # raises for infinity and NaN
+    return value
 
 
 def _read_size(raw: Any) -> int:
@@ -311,11 +298,12 @@ def _read_size(raw: Any) -> int:
     return int(number)
 
 
-_READERS = {
-    "int": _read_int,
-    "float": _read_float,
-    "bool": _read_bool,
-    "str": _read_str,
-    "json": _read_json,
-    "size": _read_size,
+# kind -> its reader, and what messages call its values
+_KINDS: dict[Kind, tuple[Callable[[Any], Any], str]] = {
+    "int": (_read_int, "a whole number"),
+    "float": (_read_float, "a number"),
+    "bool": (_read_bool, "true or false"),
+    "str": (_read_str, "text"),
+    "json": (_read_json, "JSON"),
+    "size": (_read_size, "a whole number, or one with k, M, G (1000s) or Ki, Mi, Gi (1024s)"),
 }

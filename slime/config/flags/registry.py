@@ -5,18 +5,20 @@ writes them; each names the versions it was read from. megatron-core on PyPI has
 so options of Megatron's own parser that differ from a field's name are listed at the end.
 """
 
+# ruff: noqa: RUF009 -- flag() makes a dataclass field
+
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from slime.config.env import looks_secret
 from slime.config.flags import algorithm, rollout, run, train
-from slime.config.flags.spec import Flag, Kind, flags_of, is_set, option_of
+from slime.config.flags.spec import Flag, flag, flags_of, is_set
 from slime.config.flags.train import MUON
 from slime.utils.printable import HIDDEN, hide_in_address, hide_secrets
 
@@ -120,21 +122,8 @@ def _redact_inside(value: Any) -> Any:
 def megatron_flags(fields: list[Flag]) -> list[Flag]:
     """Return the fields of megatron-core's configs as they are spelled, and flags without a field."""
     group = fields[0].group
-    return [_respell(flag) for flag in fields] + [
-        _respell(
-            Flag(
-                name=name,
-                kind=kind,
-                options=(option_of(name),),
-                off_options=(option_of(f"no_{name}"),) if kind == "bool" else (),
-                help=help,
-                group=group,
-                family="megatron",
-                **more,
-            )
-        )
-        for name, kind, help, more in _WITHOUT_FIELD
-    ]
+    others = [replace(f, family="megatron", group=group) for f in flags_of(_WithoutField)]
+    return [_respell(flag) for flag in (*fields, *others)]
 
 
 def _respell(flag: Flag) -> Flag:
@@ -150,10 +139,7 @@ def _respell(flag: Flag) -> Flag:
 # field -> options that set it, options that turn it off; messages use the first
 _SPELLINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "num_moe_experts": (("--num-experts",), ()),
-    "grad_reduce_in_fp32": (
-        ("--accumulate-allreduce-grads-in-fp32",),
-        ("--grad-reduce-in-bf16",),
-    ),
+    "grad_reduce_in_fp32": (("--accumulate-allreduce-grads-in-fp32",), ("--grad-reduce-in-bf16",)),
     "check_for_nan_in_grad": ((), ("--no-check-for-nan-in-loss-and-grad",)),
     "add_position_embedding": ((), ("--no-position-embedding",)),
     "apply_rope_fusion": ((), ("--no-rope-fusion",)),
@@ -163,6 +149,7 @@ _SPELLINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 _AT_LEAST_ONE = {"min": 1}
+_VIRTUAL_STAGES = ("TransformerConfig.virtual_pipeline_model_parallel_size",)
 _CPU_OFFLOAD = is_set("optimizer_cpu_offload")
 _RECOMPUTE = is_set("recompute_granularity")
 
@@ -189,108 +176,56 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "context_parallel_size": _AT_LEAST_ONE,
     "expert_model_parallel_size": _AT_LEAST_ONE,
     "expert_tensor_parallel_size": _AT_LEAST_ONE,
+    "swiglu": {
+        "sets": ("TransformerConfig.gated_linear_unit", "TransformerConfig.activation_func")
+    },
+    "group_query_attention": {"sets": ("TransformerConfig.num_query_groups",)},
+    "num_layers_per_virtual_pipeline_stage": {"sets": _VIRTUAL_STAGES},
+    "num_virtual_stages_per_pipeline_rank": {"sets": _VIRTUAL_STAGES},
 }
 
-_WITHOUT_FIELD: list[tuple[str, Kind, str, dict[str, Any]]] = [
-    (
-        "swiglu",
-        "bool",
-        "Gated linear units with SiLU as activation.",
-        {"sets": ("TransformerConfig.gated_linear_unit", "TransformerConfig.activation_func")},
-    ),
-    (
-        "group_query_attention",
-        "bool",
-        "Grouped queries; --num-query-groups gives their number.",
-        {"sets": ("TransformerConfig.num_query_groups",)},
-    ),
-    (
-        "use_rotary_position_embeddings",
-        "bool",
-        "The same as --position-embedding-type rope.",
-        {},
-    ),
-    (
-        "position_embedding_type",
-        "str",
-        "Type of position embedding.",
-        {
-            "default": "learned_absolute",
-            "choices": ("learned_absolute", "rope", "mrope", "yarn", "relative", "none"),
-        },
-    ),
-    (
-        "add_position_embedding",
-        "bool",
-        "Add learned absolute positions to the embeddings.",
-        {"default": False},
-    ),
-    (
-        "spec",
-        "str",
+
+@dataclass(kw_only=True)
+class _WithoutField:
+    """Flags of Megatron's parser that are no field of a config."""
+
+    swiglu: bool = flag(None, "Gated linear units with SiLU as activation.")
+    group_query_attention: bool = flag(
+        None, "Grouped queries; --num-query-groups gives their number."
+    )
+    use_rotary_position_embeddings: bool = flag(None, "The same as --position-embedding-type rope.")
+    position_embedding_type: Literal[
+        "learned_absolute", "rope", "mrope", "yarn", "relative", "none"
+    ] = flag("learned_absolute", "Type of position embedding.")
+    add_position_embedding: bool = flag(False, "Add learned absolute positions to the embeddings.")
+    spec: list[str] = flag(
+        None,
         "Module and function of a layer spec, such as slime_plugins.models.glm4 get_glm_spec. The layers "
         "are built from config.json: accepted for a model of the same family.",
-        {"many": True},
-    ),
-    ("use_rope_scaling", "bool", "Scale rotary frequencies as Llama 3.1 does.", {}),
-    ("rope_scaling_factor", "float", "Factor of --use-rope-scaling.", {"default": 8.0}),
-    (
-        "untie_embeddings_and_output_weights",
-        "bool",
-        "Do not share the weights of embedding and output layer.",
-        {},
-    ),
-    ("vocab_size", "int", "Size of the vocabulary before padding.", {}),
-    (
-        "make_vocab_size_divisible_by",
-        "int",
-        "Pad the vocabulary to a multiple of this.",
-        {"default": 128},
-    ),
-    ("max_position_embeddings", "int", "Maximum sequence length of the model.", {}),
-    ("seq_length", "int", "Maximum sequence length in training.", {}),
-    (
-        "post_self_attn_layernorm",
-        "bool",
-        "Add a norm after the attention, before the residual is added.",
-        {},
-    ),
-    ("post_mlp_layernorm", "bool", "Add a norm after the MLP, before the residual is added.", {}),
-    (
-        "num_layers_per_virtual_pipeline_stage",
-        "int",
-        "Layers of one virtual pipeline stage.",
-        {"sets": ("TransformerConfig.virtual_pipeline_model_parallel_size",)},
-    ),
-    (
-        "num_virtual_stages_per_pipeline_rank",
-        "int",
-        "Virtual stages of each pipeline rank.",
-        {"sets": ("TransformerConfig.virtual_pipeline_model_parallel_size",)},
-    ),
-    (
-        "ckpt_format",
-        "str",
-        "Format of Megatron checkpoints.",
-        {"default": "torch_dist", "choices": ("torch_dist",)},
-    ),
-    ("lr_warmup_init", "float", "Learning rate at the start of the warm-up.", {"default": 0.0}),
-    ("lr_wsd_decay_iters", "int", "Steps of the last phase of --lr-decay-style WSD.", {}),
-    (
-        "lr_wsd_decay_style",
-        "str",
-        "Shape of that phase.",
-        {
-            "default": "exponential",
-            "choices": ("exponential", "linear", "cosine", "minus_sqrt"),
-        },
-    ),
-    ("start_weight_decay", "float", "Weight decay at the start.", {}),
-    ("end_weight_decay", "float", "Weight decay at the end.", {}),
-    (
-        "weight_decay_incr_style",
-        "str",
-        "How the weight decay changes between the two.",
-        {"default": "constant", "choices": ("constant", "linear", "cosine")},
-    ),
-]
+    )
+    use_rope_scaling: bool = flag(None, "Scale rotary frequencies as Llama 3.1 does.")
+    rope_scaling_factor: float = flag(8.0, "Factor of --use-rope-scaling.")
+    untie_embeddings_and_output_weights: bool = flag(
+        None, "Do not share the weights of embedding and output layer."
+    )
+    vocab_size: int = flag(None, "Size of the vocabulary before padding.")
+    make_vocab_size_divisible_by: int = flag(128, "Pad the vocabulary to a multiple of this.")
+    max_position_embeddings: int = flag(None, "Maximum sequence length of the model.")
+    seq_length: int = flag(None, "Maximum sequence length in training.")
+    post_self_attn_layernorm: bool = flag(
+        None, "Add a norm after the attention, before the residual is added."
+    )
+    post_mlp_layernorm: bool = flag(None, "Add a norm after the MLP, before the residual is added.")
+    num_layers_per_virtual_pipeline_stage: int = flag(None, "Layers of one virtual pipeline stage.")
+    num_virtual_stages_per_pipeline_rank: int = flag(None, "Virtual stages of each pipeline rank.")
+    ckpt_format: Literal["torch_dist"] = flag("torch_dist", "Format of Megatron checkpoints.")
+    lr_warmup_init: float = flag(0.0, "Learning rate at the start of the warm-up.")
+    lr_wsd_decay_iters: int = flag(None, "Steps of the last phase of --lr-decay-style WSD.")
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
+        "exponential", "Shape of that phase."
+    )
+    start_weight_decay: float = flag(None, "Weight decay at the start.")
+    end_weight_decay: float = flag(None, "Weight decay at the end.")
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
+        "constant", "How the weight decay changes between the two."
+    )

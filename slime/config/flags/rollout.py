@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from slime.config.flags.spec import Condition, differs, equals, flag, is_set
@@ -18,6 +19,7 @@ OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
 PLAIN_SOURCE = "slime.rollout.data_source.RolloutDataSource"
 _OWN_ROLLOUT = differs("rollout_function_path", PLAIN_ROLLOUT)
 _SFT = equals("rollout_function_path", SFT_ROLLOUT)
+_eval_flag = partial(flag, needs="eval_interval")
 WITHOUT_ENGINE = Condition(
     names=("rollout_function_path",),
     holds=lambda values: (
@@ -218,67 +220,39 @@ class Eval:
         min=1,
         unless=is_set("debug_train_only", note="which starts no engine"),
     )
-    eval_prompt_data: list[str] | None = flag(
-        None, "evaluation datasets, as NAME PATH pairs", needs="eval_interval"
+    eval_prompt_data: list[str] | None = _eval_flag(None, "evaluation datasets, as NAME PATH pairs")
+    eval_config: str | None = _eval_flag(
+        None, "YAML file with evaluation datasets and settings for each of them"
     )
-    eval_config: str | None = flag(
-        None,
-        "YAML file with evaluation datasets and settings for each of them",
-        needs="eval_interval",
+    skip_eval_before_train: bool = _eval_flag(False, "do not evaluate before the first rollout")
+    eval_function_path: str = _eval_flag(
+        None, "rollout function of evaluations; default: --rollout-function-path"
     )
-    skip_eval_before_train: bool = flag(
-        False, "do not evaluate before the first rollout", needs="eval_interval"
+    n_samples_per_eval_prompt: int = _eval_flag(
+        1, "responses per prompt; pass@k is logged up to this k", min=1
     )
-    eval_function_path: str = flag(
-        None,
-        "rollout function of evaluations; default: --rollout-function-path",
-        needs="eval_interval",
+    eval_temperature: float = _eval_flag(
+        None, "sampling temperature, 0 for greedy; default: --rollout-temperature", min=0
     )
-    n_samples_per_eval_prompt: int = flag(
-        1, "responses per prompt; pass@k is logged up to this k", min=1, needs="eval_interval"
+    eval_top_p: float = _eval_flag(
+        None, "nucleus sampling; default: --rollout-top-p", above=0, max=1
     )
-    eval_temperature: float = flag(
-        None,
-        "sampling temperature, 0 for greedy; default: --rollout-temperature",
-        min=0,
-        needs="eval_interval",
+    eval_top_k: int = _eval_flag(None, "default: --rollout-top-k", min=1, special=-1)
+    eval_max_response_len: int = _eval_flag(
+        None, "maximum tokens of a response; default: --rollout-max-response-len", min=1
     )
-    eval_top_p: float = flag(
-        None, "nucleus sampling; default: --rollout-top-p", above=0, max=1, needs="eval_interval"
-    )
-    eval_top_k: int = flag(
-        None, "default: --rollout-top-k", min=1, special=-1, needs="eval_interval"
-    )
-    eval_max_response_len: int = flag(
-        None,
-        "maximum tokens of a response; default: --rollout-max-response-len",
-        min=1,
-        needs="eval_interval",
-    )
-    eval_max_context_len: int | None = flag(
+    eval_max_context_len: int | None = _eval_flag(
         None,
         "maximum tokens of prompt and response together; default: --rollout-max-context-len",
         min=2,
-        needs="eval_interval",
     )
-    eval_max_prompt_len: int | None = flag(
-        None,
-        "maximum tokens of a prompt; longer prompts are removed from the data",
-        min=1,
-        needs="eval_interval",
+    eval_max_prompt_len: int | None = _eval_flag(
+        None, "maximum tokens of a prompt; longer prompts are removed from the data", min=1
     )
-    eval_min_new_tokens: int | None = flag(
-        None, "minimum tokens of a response", min=0, needs="eval_interval"
-    )
-    eval_tool_key: str | None = flag(
-        None, "key of the tools; default: --tool-key", needs="eval_interval"
-    )
-    eval_input_key: str = flag(
-        None, "key of the prompt; default: --input-key", needs="eval_interval"
-    )
-    eval_label_key: str | None = flag(
-        None, "key of the label; default: --label-key", needs="eval_interval"
-    )
+    eval_min_new_tokens: int | None = _eval_flag(None, "minimum tokens of a response", min=0)
+    eval_tool_key: str | None = _eval_flag(None, "key of the tools; default: --tool-key")
+    eval_input_key: str = _eval_flag(None, "key of the prompt; default: --input-key")
+    eval_label_key: str | None = _eval_flag(None, "key of the label; default: --label-key")
 
 
 @dataclass(kw_only=True)
@@ -304,8 +278,8 @@ class Reward:
     reward_key: str | None = flag(
         None, "key of the reward, if the reward function returns a dictionary"
     )
-    eval_reward_key: str | None = flag(
-        None, "the same for evaluations; default: --reward-key", needs="eval_interval"
+    eval_reward_key: str | None = _eval_flag(
+        None, "the same for evaluations; default: --reward-key"
     )
     group_rm: bool = flag(
         False,

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from slime.config.flags.rollout import WITHOUT_ENGINE
@@ -13,6 +14,7 @@ from slime.core.errors import ConfigError
 
 _ALL_SENT = "every update sends all weights"
 NO_TRAINER = is_set("debug_rollout_only", note="which starts no trainer")
+_wandb_flag = partial(flag, needs="use_wandb")
 # Timeouts of the phases of a run. Generous: loading a checkpoint of hundreds of gigabytes may take
 # an hour, and so may one response.
 PHASE_MINUTES = {
@@ -151,8 +153,7 @@ class Weights:
     update_weight_transport: Literal["tensor", "distributed", "disk"] = flag(
         None,
         "tensor (shared memory or CUDA IPC), distributed (NCCL or gloo broadcast) or disk; "
-        "default: "
-        "tensor with --colocate, disk with --rollout-external, else distributed; nccl is another name "
+        "default: tensor with --colocate, disk with --rollout-external, else distributed; nccl is another name "
         "of distributed",
         same_values={"nccl": "distributed"},
     )
@@ -214,24 +215,18 @@ class Tracking:
     """Tracking."""
 
     use_wandb: bool = flag(False, "log to Weights & Biases")
-    wandb_mode: Literal["online", "offline", "disabled"] | None = flag(
-        None, "mode of Weights & Biases; default: WANDB_MODE, else online", needs="use_wandb"
+    wandb_mode: Literal["online", "offline", "disabled"] | None = _wandb_flag(
+        None, "mode of Weights & Biases; default: WANDB_MODE, else online"
     )
-    wandb_dir: str | None = flag(
-        None, "folder for its files; default: the run folder", needs="use_wandb"
-    )
-    wandb_key: str | None = flag(
-        None, "API key; better set WANDB_API_KEY", secret=True, needs="use_wandb"
-    )
-    wandb_host: str | None = flag(None, "address of a self-hosted server", needs="use_wandb")
-    wandb_team: str | None = flag(None, "team (entity)", needs="use_wandb")
-    wandb_group: str | None = flag(None, "group of the run", needs="use_wandb")
-    wandb_project: str | None = flag(None, "project", needs="use_wandb")
-    wandb_run_id: str | None = flag(None, "id of the run to resume", needs="use_wandb")
+    wandb_dir: str | None = _wandb_flag(None, "folder for its files; default: the run folder")
+    wandb_key: str | None = _wandb_flag(None, "API key; better set WANDB_API_KEY", secret=True)
+    wandb_host: str | None = _wandb_flag(None, "address of a self-hosted server")
+    wandb_team: str | None = _wandb_flag(None, "team (entity)")
+    wandb_group: str | None = _wandb_flag(None, "group of the run")
+    wandb_project: str | None = _wandb_flag(None, "project")
+    wandb_run_id: str | None = _wandb_flag(None, "id of the run to resume")
     disable_wandb_random_suffix: bool = flag(
-        False,
-        "",
-        ignored="a run is named after its folder, without a suffix",
+        False, "", ignored="a run is named after its folder, without a suffix"
     )
     use_tensorboard: bool = flag(False, "log to TensorBoard")
     tb_project_name: str | None = flag(

@@ -125,11 +125,8 @@ class Flag:
 
     def allows(self, value: float) -> bool:
         """Return whether a number is within the bounds."""
-        if value == self.special:
-            return True
-        low = self.min is None or value >= self.min
-        return (
-            low
+        return value == self.special or (
+            (self.min is None or value >= self.min)
             and (self.above is None or value > self.above)
             and (self.max is None or value <= self.max)
         )
@@ -259,6 +256,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     scores = {other: _similarity(name, other) for other in known}
     best = max(known, key=scores.__getitem__, default=None)
     return best if best is not None and scores[best] > 0 else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message that names the known name; empty if none is near."""
+    near = nearest(name, known)
+    return f"; did you mean {near}?" if near else ""
 
 
 def _similarity(name: str, other: str) -> float:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from slime.config.flags.run import NO_TRAINER
@@ -13,6 +14,8 @@ from slime.config.flags.spec import equals, flag, is_set
 MUON = equals("optimizer", "muon", "dist_muon")
 _SGD = equals("optimizer", "sgd")
 _LORA = is_set("lora_rank", note="give the rank of the adapters")
+_megatron_flag = partial(flag, backend="megatron")
+_lora_flag = partial(flag, requires=_LORA)
 
 
 @dataclass(kw_only=True)
@@ -25,25 +28,20 @@ class Model:
         "such as Qwen/Qwen3-0.6B",
         required="the folder of the model",
     )
-    model_name: str | None = flag(
-        None,
-        "name of the model in the default --run-dir; parameter names follow from config.json",
-        backend="megatron",
+    model_name: str | None = _megatron_flag(
+        None, "name of the model in the default --run-dir; parameter names follow from config.json"
     )
     bf16: bool = flag(
         False, "train in bfloat16 (master weights fp32); the default on a GPU", excludes="fp32"
     )
     fp32: bool = flag(False, "train in float32; the default without a GPU")
-    custom_model_provider_path: str | None = flag(
-        None,
-        "fn(pre_process, post_process, vp_stage=None) that builds the model",
-        backend="megatron",
+    custom_model_provider_path: str | None = _megatron_flag(
+        None, "fn(pre_process, post_process, vp_stage=None) that builds the model"
     )
-    enable_mtp_training: bool = flag(
+    enable_mtp_training: bool = _megatron_flag(
         False,
         "train the model's multi-token-prediction (MTP) layers on the responses; only they learn "
         "from it",
-        backend="megatron",
         requires=is_set("mtp_num_layers", note="give the number of MTP layers to train"),
     )
     log_probs_chunk_size: int = flag(
@@ -69,29 +67,27 @@ class Model:
         needs="multimodal_keys",
     )
     qkv_format: Literal["thd", "bshd"] = flag("thd", "packed sequences (thd) or padded ones (bshd)")
-    data_pad_size_multiplier: int | None = flag(
+    data_pad_size_multiplier: int | None = _megatron_flag(
         None,
         "pad packed micro-batches to a multiple of this many tokens times the tensor parallel size; fewer "
         "different sizes fragment the memory less",
         min=1,
-        backend="megatron",
         unless=equals("qkv_format", "bshd", note="whose rows have the length of the longest"),
     )
     megatron_config_path: str | None = flag(
         None,
         "YAML file with flags for the actor, the critic or the reference only, such as critic: {lr: 1.0e-5}",
     )
-    custom_megatron_init_path: str | None = flag(
-        None, "fn(args), called after Megatron is initialised", backend="megatron"
+    custom_megatron_init_path: str | None = _megatron_flag(
+        None, "fn(args), called after Megatron is initialised"
     )
-    custom_megatron_before_log_prob_hook_path: str | None = flag(
-        None, "fn(args, model, store_prefix), called before each log-prob pass", backend="megatron"
+    custom_megatron_before_log_prob_hook_path: str | None = _megatron_flag(
+        None, "fn(args, model, store_prefix), called before each log-prob pass"
     )
-    custom_megatron_before_train_step_hook_path: str | None = flag(
+    custom_megatron_before_train_step_hook_path: str | None = _megatron_flag(
         None,
         "fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler), called before each "
         "step",
-        backend="megatron",
     )
     fsdp_cpu_offload: bool = flag(
         False, "keep parameters, gradients and optimizer state in host memory", backend="fsdp"
@@ -127,44 +123,27 @@ class Lora:
         "reference model of a KL term is then the base without a second copy",
         min=1,
     )
-    lora_alpha: float = flag(
-        8.0,
-        "adapters are scaled by alpha / rank",
-        above=0,
-        requires=_LORA,
+    lora_alpha: float = _lora_flag(8.0, "adapters are scaled by alpha / rank", above=0)
+    lora_dropout: float = _lora_flag(
+        0.0, "dropout of the adapters' input in the training pass", min=0, max=0.99
     )
-    lora_dropout: float = flag(
-        0.0,
-        "dropout of the adapters' input in the training pass",
-        min=0,
-        max=0.99,
-        requires=_LORA,
-    )
-    lora_target_modules: list[str] = flag(
+    lora_target_modules: list[str] = _lora_flag(
         ["all-linear"],
         "names, or ends of names, of the linear modules with adapters; all-linear: all but the LM head; "
         "experts, or gate_up_proj and down_proj of them: the experts of MoE layers",
-        requires=_LORA,
     )
-    lora_experts_shared_outer: bool = flag(
+    lora_experts_shared_outer: bool = _lora_flag(
         False,
         "the experts of a layer share lora_A of gate_up_proj and lora_B of down_proj (SGLang's shared "
         "outer LoRA); the other matrices are per expert",
-        requires=_LORA,
     )
-    lora_use_rslora: bool = flag(
-        False,
-        "scale adapters by alpha / sqrt(rank) (rsLoRA)",
-        requires=_LORA,
-    )
+    lora_use_rslora: bool = _lora_flag(False, "scale adapters by alpha / sqrt(rank) (rsLoRA)")
     lora_adapter_path: str | None = flag(
         None,
         "PEFT folder to start from; rank, alpha and modules come from its adapter_config.json",
     )
-    lora_merge_for_rollout: bool = flag(
-        False,
-        "send engines the weights with the adapters merged in, instead of the adapter alone",
-        requires=_LORA,
+    lora_merge_for_rollout: bool = _lora_flag(
+        False, "send engines the weights with the adapters merged in, instead of the adapter alone"
     )
 
 
