@@ -81,10 +81,10 @@ class _ByKey:
         raise NotImplementedError
 
     def __contains__(self, name: object) -> bool:
-        return name in self._keys and self._read(str(name)) is not None
+        return self.get(str(name)) is not None
 
     def __getitem__(self, name: str) -> Any:
-        value = self._read(name) if name in self._keys else None
+        value = self.get(name)
         if value is None:
             raise KeyError(f"the batch has no {name!r}; it has {', '.join(self)}")
         return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from slime.rollout.base_types import (
 )
 from slime.rollout.context import is_aborting
 from slime.rollout.group_task import run_group, run_sample
+from slime.rollout.hook_calls import call_slots
 from slime.rollout.sampling import rollout_sampling_params
 
 if TYPE_CHECKING:
@@ -33,15 +33,11 @@ class GenerateState(metaclass=SingletonMeta):
         self.processor = load_processor(args.hf_checkpoint)
         self.sampling_params = rollout_sampling_params(args)
         self._limit = args.sglang_server_concurrency * max(len(engines_of(args)), 1)
-        self._semaphores: weakref.WeakKeyDictionary[Any, asyncio.Semaphore] = (
-            weakref.WeakKeyDictionary()
-        )
 
     @property
     def semaphore(self) -> asyncio.Semaphore:
         """Return the running event loop's semaphore, for as many requests as the engines take."""
-        loop = asyncio.get_running_loop()
-        return self._semaphores.setdefault(loop, asyncio.Semaphore(self._limit))
+        return call_slots(self._limit, "GenerateState")
 
     @property
     def aborted(self) -> bool:

@@ -67,11 +67,18 @@ def read_image(source: Any, folder: Path, allowed: str | None = None) -> bytes:
             return source
         from PIL import ImageOps
 
-        upright = io.BytesIO()
-        ImageOps.exif_transpose(image).save(upright, "PNG")
-        return upright.getvalue()
+        upright = ImageOps.exif_transpose(image)
+        data = _saved(upright, "PNG")
+        # A photo is several times larger as a PNG, and may then be refused wherever it is opened.
+        return data if len(data) <= MAX_BYTES else _saved(upright.convert("RGB"), "JPEG")
     except Exception:  # broken EXIF of an image that can be decoded: use it without rotation
         return source
+
+
+def _saved(image: Any, kind: str) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, quality=90)
+    return file.getvalue()
 
 
 def take_images(
@@ -237,21 +244,18 @@ def placeholders_of(path: str) -> frozenset[int]:
 
 def wrote_placeholder(sample: Sample, path: str) -> bool:
     """Return whether the model itself has written the placeholder of an image or a video into the response."""
-    tokens = placeholders_of(path)
-    if tokens.isdisjoint(sample.tokens):
+    placeholders = placeholders_of(path)
+    if placeholders.isdisjoint(sample.tokens):
         return False
-    start = len(sample.tokens) - sample.response_length
-    mask = sample.loss_mask or [1] * sample.response_length
-    return any(on and t in tokens for t, on in zip(sample.tokens[start:], mask, strict=True))
+    rows = zip(sample.tokens, given_tokens(sample), strict=True)
+    return any(given == -1 and token in placeholders for token, given in rows)
 
 
 def thumbnail(data: bytes) -> bytes:
     """Return a small PNG of the pixels alone, without metadata of the file."""
     image = open_image(data).convert("RGB")
     image.thumbnail((_THUMBNAIL, _THUMBNAIL))
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
+    return _saved(image, "PNG")
 
 
 def data_uri(data: bytes) -> str:
@@ -322,16 +326,7 @@ class ImageProcessor:
 
     def expand(self, tokens: list[int], images: list[bytes]) -> list[int]:
         """Repeat the placeholder of each image once per token of it."""
-        if tokens.count(self.image_token) != len(images):
-            raise UserError(
-                f"a prompt with {tokens.count(self.image_token)} places for images and {len(images)} images"
-            )
-        grids = iter([self.pixels(data).grid for data in images])
-        return [
-            token
-            for old in tokens
-            for token in [old] * (self.num_tokens(next(grids)) if old == self.image_token else 1)
-        ]
+        return self.expand_masked(tokens, [0] * len(tokens), images)[0]
 
     def expand_masked(
         self, tokens: list[int], mask: list[int], images: list[bytes]
@@ -342,10 +337,14 @@ class ImageProcessor:
                 "an assistant message holds an image or its placeholder, which cannot be trained on: images "
                 "belong to the other roles"
             )
-        expanded = self.expand(tokens, images)
+        if tokens.count(self.image_token) != len(images):
+            raise UserError(
+                f"a prompt with {tokens.count(self.image_token)} places for images and {len(images)} images"
+            )
         counts = iter([self.num_tokens(self.pixels(data).grid) for data in images])
         repeats = [next(counts) if token == self.image_token else 1 for token in tokens]
-        return expanded, np.repeat(np.asarray(mask, np.int8), repeats).tolist()
+        expanded = np.repeat([tokens, mask], np.asarray(repeats, int), axis=1)
+        return expanded[0].tolist(), expanded[1].tolist()
 
     def places(self, tokens: list[int], grids: list[tuple[int, int, int]]) -> list[int]:
         """Return the index of each image's first token in the expanded tokens."""

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-# the engine's finish reason -> OpenAI's
-_FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -101,9 +100,10 @@ class Answer:
     weight_versions: list[dict[str, Any]] = field(default_factory=list)
     weight_version: str | None = None
 
-    @property
-    def finish_reason(self) -> str:
-        return "tool_calls" if self.calls and self.finish == "stop" else _FINISH[self.finish]
+    def end(self) -> dict[str, Any]:
+        """Return the fields of a choice that say why it ended."""
+        reason = "tool_calls" if self.calls and self.finish == "stop" else self.finish
+        return {"finish_reason": reason, "matched_stop": self.matched}
 
     def message(self) -> dict[str, Any]:
         calls = [call.to_json() for call in self.calls]
@@ -113,14 +113,16 @@ class Answer:
 
 
 def chat_reply(name: str, model: str, answers: list[Answer], num_prompt: int) -> dict[str, Any]:
-    contents = [{"message": a.message(), "logprobs": _chat_log_probs(a)} for a in answers]
+    contents = [
+        {"message": a.message(), "logprobs": _log_probs(a, chat_log_probs)} for a in answers
+    ]
     return _reply(_head(name, model, "chat.completion"), contents, answers, num_prompt)
 
 
 def completion_reply(
     name: str, model: str, answers: list[Answer], num_prompt: int
 ) -> dict[str, Any]:
-    contents = [{"text": a.text, "logprobs": _completion_log_probs(a)} for a in answers]
+    contents = [{"text": a.text, "logprobs": _log_probs(a, completion_log_probs)} for a in answers]
     return _reply(_head(name, model, "text_completion"), contents, answers, num_prompt)
 
 
@@ -128,10 +130,11 @@ def _reply(
     head: dict[str, Any], contents: list[dict[str, Any]], answers: list[Answer], num_prompt: int
 ) -> dict[str, Any]:
     choices = [
-        {"index": i, **content, "finish_reason": a.finish_reason, "matched_stop": a.matched}
+        {"index": i, **content, **a.end()}
         for i, (content, a) in enumerate(zip(contents, answers, strict=True))
     ]
-    weights = _weights(answers)
+    first = answers[0]
+    weights = {"weight_version": first.weight_version, "weight_versions": first.weight_versions}
     return {**head, "choices": choices, "usage": usage(num_prompt, answers), "metadata": weights}
 
 
@@ -139,24 +142,19 @@ def chat_chunk(
     name: str, model: str, index: int, delta: dict[str, Any], answer: Answer | None = None
 ) -> dict[str, Any]:
     """Return one chunk of a stream; with the finished `answer` it is the last."""
-    choice: dict[str, Any] = {
-        "index": index,
-        "delta": delta,
-        "logprobs": None,
-        "finish_reason": None,
-    }
-    if answer is not None:
-        choice |= {"finish_reason": answer.finish_reason, "matched_stop": answer.matched}
-    return {**_head(name, model, "chat.completion.chunk"), "choices": [choice], "usage": None}
+    head = _head(name, model, "chat.completion.chunk")
+    return _chunk(head, {"index": index, "delta": delta}, answer)
 
 
 def completion_chunk(
     name: str, model: str, index: int, text: str, answer: Answer | None = None
 ) -> dict[str, Any]:
-    choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-    if answer is not None:
-        choice |= {"finish_reason": answer.finish_reason, "matched_stop": answer.matched}
-    return {**_head(name, model, "text_completion"), "choices": [choice], "usage": None}
+    return _chunk(_head(name, model, "text_completion"), {"index": index, "text": text}, answer)
+
+
+def _chunk(head: dict[str, Any], content: dict[str, Any], answer: Answer | None) -> dict[str, Any]:
+    end = {"finish_reason": None} if answer is None else answer.end()
+    return {**head, "choices": [{**content, "logprobs": None, **end}], "usage": None}
 
 
 def usage_chunk(
@@ -209,17 +207,10 @@ def _head(name: str, model: str, kind: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
-def _weights(answers: list[Answer]) -> dict[str, Any]:
-    first = answers[0]
-    return {"weight_version": first.weight_version, "weight_versions": first.weight_versions}
-
-
-def _chat_log_probs(answer: Answer) -> dict[str, Any] | None:
-    return None if answer.log_probs is None else chat_log_probs(answer.log_probs)
-
-
-def _completion_log_probs(answer: Answer) -> dict[str, Any] | None:
-    return None if answer.log_probs is None else completion_log_probs(answer.log_probs)
+def _log_probs(
+    answer: Answer, as_json: Callable[[list[TokenLogProb]], dict[str, Any]]
+) -> dict[str, Any] | None:
+    return None if answer.log_probs is None else as_json(answer.log_probs)
 
 
 def _key(call: dict[str, Any]) -> tuple[Any, ...]:

@@ -12,24 +12,17 @@ Message = dict[str, Any]  # role, content, tool_calls, tool_call_id, name: the c
 
 # OpenAI's name -> the engines' sampling parameter
 _SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
     "seed": "sampling_seed",
-    "n": "n",
     "min_tokens": "min_new_tokens",
-    "ignore_eos": "ignore_eos",
-    "skip_special_tokens": "skip_special_tokens",
-    "logit_bias": "logit_bias",
-    "regex": "regex",
-    "json_schema": "json_schema",
-}
+    **{
+        name: name
+        for name in (
+            "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+            "repetition_penalty", "stop", "stop_token_ids", "n", "ignore_eos",
+            "skip_special_tokens", "logit_bias", "regex", "json_schema",
+        )
+    },
+}  # fmt: skip
 _MAX_TOP_LOG_PROBS = 20
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # Parameters that raise an error rather than being ignored.
@@ -199,14 +192,11 @@ def _parse_common(body: Any, *, log_probs: Callable[[Any], bool]) -> dict[str, A
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise ApiError("`stream_options` must be an object")
+    given = {parameter: body.get(name) for name, parameter in _SAMPLING.items()}
+    sampling = {parameter: value for parameter, value in given.items() if value is not None}
     return {
         "model": str(body.get("model") or ""),
-        "sampling": {
-            parameter: body[name]
-            for name, parameter in _SAMPLING.items()
-            if body.get(name) is not None
-        }
-        | _constraint(body.get("response_format")),
+        "sampling": sampling | _constraint(body.get("response_format")),
         "max_tokens": max_tokens,
         "stream": bool(body.get("stream")),
         "include_usage": bool(options.get("include_usage")),

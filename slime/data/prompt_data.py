@@ -66,14 +66,12 @@ class PromptDataset:
         samples: list[Sample],
         tokenizer: PreTrainedTokenizerBase | None,
         data_format: DataFormat,
-        num_filtered: int = 0,
-        weight: float = 1.0,
-        folder: Path = Path(),  # image paths are relative to it
+        weight: float,
+        folder: Path,  # image paths are relative to it
     ) -> None:
         self.samples = samples
         self._image_folders = folder, data_format.media_path
         self._last_images: tuple[int, list[bytes]] = (-1, [])  # a row and its images
-        self.num_filtered = num_filtered
         self.weight = weight
         self._tokenizer = tokenizer
         self._format = data_format
@@ -126,13 +124,12 @@ def load_prompts(
                 f"{data_format.data_flag} {text}: all {len(samples)} prompts are longer than "
                 f"{data_format.max_prompt_flag} {data_format.max_prompt_len}; raise it"
             )
-    num_filtered = len(samples) - len(kept)
-    if num_filtered:
+    if len(kept) < len(samples):
         logger.info(
             "%s: removed %d of %d prompts that are longer than %d tokens",
-            text, num_filtered, len(samples), data_format.max_prompt_len,
+            text, len(samples) - len(kept), len(samples), data_format.max_prompt_len,
         )  # fmt: skip
-    return PromptDataset(kept, tokenizer, data_format, num_filtered, spec.weight, _folder(spec))
+    return PromptDataset(kept, tokenizer, data_format, spec.weight, _folder(spec))
 
 
 def check_prompts(

@@ -139,12 +139,8 @@ def _distill_pieces(render: _Renderer, messages: list[Message]) -> list[Piece]:
             "--loss-mask-type distill_qwen trains on the content of the last message, which has tool_calls or "
             "reasoning_content beside it: use --loss-mask-type qwen3, or write them into the content"
         )
-    content = message.get("content") or ""
-    content = (
-        content if isinstance(content, str) else "".join(str(p.get("text", "")) for p in content)
-    )
     opened = prompt.rsplit(_DISTILL_HEADER, 1)[-1]  # some templates open the thinking themselves
-    return [(prompt, False), (content.removeprefix(opened) + render.eos, True)]
+    return [(prompt, False), (_content_of(message).removeprefix(opened) + render.eos, True)]
 
 
 def _check_kept(message: Message, rendered: str, instead: str | None = None) -> None:
@@ -163,11 +159,15 @@ def _changed_by_template(message: Message, instead: str | None) -> UserError:
     )
 
 
-def _text_of(message: Message) -> str:
+def _content_of(message: Message) -> str:
     content = message.get("content") or ""
     if isinstance(content, list):  # parts, as in OpenAI's messages
         content = "".join(str(part.get("text", "")) for part in content)
-    return str(content).strip()
+    return str(content)
+
+
+def _text_of(message: Message) -> str:
+    return _content_of(message).strip()
 
 
 def _texts_of(message: Message) -> list[str]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.config.checks.model_types import read_as
 from slime.core.errors import ConfigError, UserError
@@ -89,9 +89,16 @@ def _rendered_encoder(path: str) -> Callable[[str], list[int]]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:  # a slow tokenizer, written in Python
         return partial(tokenizer.encode, add_special_tokens=False)
-    # A copy, because `tokenizer.encode` changes the settings of the original; threads share the copy.
-    own = type(backend).from_str(backend.to_str())
-    own.encode_special_tokens = False
+    return _encoder_of(backend, backend.to_str(), as_plain_text=False)
+
+
+def _encoder_of(backend: Any, spec: str, *, as_plain_text: bool) -> Callable[[str], list[int]]:
+    """Return the function that encodes by a copy of the tokenizer, read from its JSON.
+
+    A copy, because `tokenizer.encode` changes the settings of the original; threads share the copy.
+    """
+    own = type(backend).from_str(spec)
+    own.encode_special_tokens = as_plain_text
     own.no_truncation()
     own.no_padding()
     return lambda text: own.encode(text, add_special_tokens=False).ids
@@ -141,15 +148,11 @@ def _content_encoder(path: str) -> Callable[[str], list[int]]:
     spec = json.loads(backend.to_str())
     for token in spec["added_tokens"]:
         token["special"] |= token["id"] in control_tokens(path)
-    # A copy, because the setting belongs to the tokenizer, which other threads use.
-    plain = type(backend).from_str(json.dumps(spec))
-    plain.encode_special_tokens = True
-    plain.no_truncation()
-    plain.no_padding()
+    encode_plainly = _encoder_of(backend, json.dumps(spec), as_plain_text=True)
     control = control_tokens(path)
 
     def encode(text: str) -> list[int]:
-        tokens = plain.encode(text, add_special_tokens=False).ids
+        tokens = encode_plainly(text)
         for token in control.keys() & tokens:
             raise UserError(
                 f"the tokenizer of {path} cannot write {control[token]!r} as plain text"

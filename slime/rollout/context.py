@@ -127,12 +127,12 @@ _current: ContextVar[RolloutContext | None] = ContextVar("rollout_context", defa
 _of_process: RolloutContext | None = None
 
 
-def current_generation() -> GenerationState | None:
-    """Return the state of the current rollout; None outside of one, such as in a script that scores."""
+def current_generation() -> GenerationState:
+    """Return the state of the current rollout; a fresh one outside of one, such as in a script that scores."""
     context = _current.get()
-    return None if context is None else context.generation
+    generation = None if context is None else context.generation
+    return generation or GenerationState()
 
 
 def is_aborting() -> bool:
-    generation = current_generation()
-    return generation is not None and generation.aborting
+    return current_generation().aborting

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -61,7 +61,8 @@ class RolloutDataSource:
         self.next_group_index = 0
         self.next_sample_index = 0
         self.buffer: list[Group] = []  # handed out before new groups
-        self._order = self._epoch_order() if self.datasets else np.empty((0, 2), np.int64)
+        self._buffer_filter: Callable[..., list[Group]] = pop_first
+        self._order = self._epoch_order()
         if not len(self._order) and args.num_rollout:
             raise ConfigError(
                 f"--prompt-data {' '.join(args.prompt_data or [])}: the weights leave no row"
@@ -135,7 +136,7 @@ class RolloutDataSource:
         self.epoch = state["epoch"]
         self.next_group_index = state["next_group_index"]
         self.next_sample_index = state["next_sample_index"]
-        self._order = self._epoch_order() if self.datasets else np.empty((0, 2), np.int64)
+        self._order = self._epoch_order()
         self.position = min(state["position"], len(self._order))
         self._in_flight.clear()
         self._finished.clear()
@@ -169,7 +170,15 @@ class RolloutDataSource:
         self.load_state_dict(json.loads(path.read_text()))
 
     def _take_buffered(self, num_samples: int) -> list[Group]:
-        return pop_first(self.args, self._rollout_id, self.buffer, num_samples)
+        if not self.buffer:
+            return []
+        groups = self._buffer_filter(self.args, self._rollout_id, self.buffer, num_samples)
+        if len(groups) > num_samples:
+            raise UserError(
+                f"--buffer-filter-path {self.args.buffer_filter_path} returned {len(groups)} groups, "
+                f"but at most {num_samples} were requested"
+            )
+        return list(groups)
 
     def _new_group(self) -> Group:
         if self.position >= len(self._order):
@@ -196,7 +205,7 @@ class RolloutDataSource:
     def _epoch_order(self) -> np.ndarray:
         """Return [rows, 2] (dataset, row) of this epoch, determined by seed and epoch alone."""
         rng = np.random.default_rng([self.args.rollout_seed, self.epoch])
-        parts = []
+        parts = [np.empty((0, 2), np.int64)]
         for number, dataset in enumerate(self.datasets):
             rows = _weighted_rows(len(dataset), dataset.weight, rng)
             parts.append(np.stack([np.full(len(rows), number), rows], axis=1))
@@ -209,12 +218,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     def __init__(self, args: Args) -> None:
         super().__init__(args)
-        path = args.buffer_filter_path
-        self._buffer_filter = (
-            load_function(path, flag="--buffer-filter-path", protocol=BufferFilter)
-            if path
-            else pop_first
-        )
+        if path := args.buffer_filter_path:
+            flag = "--buffer-filter-path"
+            self._buffer_filter = load_function(path, flag=flag, protocol=BufferFilter)
 
     def add_samples(self, samples: list[Group]) -> None:
         """Add groups to the buffer; those that a hook created without indices are numbered here."""
@@ -224,17 +230,6 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             self._in_flight.pop(_group_index(group), None)
             self.buffer.append(group)
 
-    def _take_buffered(self, num_samples: int) -> list[Group]:
-        if not self.buffer:
-            return []
-        groups = self._buffer_filter(self.args, self._rollout_id, self.buffer, num_samples)
-        if len(groups) > num_samples:
-            raise UserError(
-                f"--buffer-filter-path {self.args.buffer_filter_path} returned {len(groups)} groups, "
-                f"but at most {num_samples} were requested"
-            )
-        return list(groups)
-
 
 def data_format_of(args: Args) -> DataFormat:
     """Return how `--prompt-data` is read, from the flags."""
@@ -243,33 +238,26 @@ def data_format_of(args: Args) -> DataFormat:
         label_key=args.label_key,
         metadata_key=args.metadata_key,
         tool_key=args.tool_key,
-        **image_format(args),
+        image_key=args.multimodal_keys.get("image"),
+        max_images=args.limit_mm_data_per_request.get("image"),
+        media_path=args.allowed_local_media_path,
+        checkpoint=args.hf_checkpoint,
         apply_chat_template=args.apply_chat_template,
         chat_template_kwargs=args.apply_chat_template_kwargs,
         max_prompt_len=args.rollout_max_prompt_len,
-        label_needed_by=label_needed_by(args),
-        row_rm_types=row_rm_types(args),
+        label_needed_by=_label_needed_by(args),
+        row_rm_types=_row_rm_types(args),
     )
 
 
-def image_format(args: Args) -> dict[str, Any]:
-    """Return the image settings of a DataFormat."""
-    return {
-        "image_key": args.multimodal_keys.get("image"),
-        "max_images": args.limit_mm_data_per_request.get("image"),
-        "media_path": args.allowed_local_media_path,
-        "checkpoint": args.hf_checkpoint,
-    }
-
-
-def label_needed_by(args: Args) -> str | None:
+def _label_needed_by(args: Args) -> str | None:
     """Return the setting that requires a label in each row, for messages."""
     if args.custom_rm_path is None and args.loss_type != "sft_loss" and needs_label(args.rm_type):
         return f"--rm-type {args.rm_type}"
     return None
 
 
-def row_rm_types(args: Args) -> tuple[str, ...] | None:
+def _row_rm_types(args: Args) -> tuple[str, ...] | None:
     """Return the reward types that a data row may choose; None if no built-in reward reads them."""
     builtin = args.custom_rm_path in (None, OPD_REWARD)
     if not builtin or args.loss_type == "sft_loss":

@@ -151,7 +151,8 @@ class EnginePool:
                 self._raise_after_deadline(failing_s, url, error)
             finally:
                 del self._calls[call]
-                self._release(url)
+                self._in_flight[url] -= 1
+                self._wake(1)
 
     async def abort_all(self) -> None:
         """Abort all requests of every engine; they return the tokens generated so far."""
@@ -222,10 +223,6 @@ class EnginePool:
             self._sessions.popitem(last=False)
         return best
 
-    def _release(self, url: str) -> None:
-        self._in_flight[url] -= 1
-        self._wake(1)
-
     def _wake(self, count: int) -> None:
         while self._waiters and count:
             waiter = self._waiters.popleft()
@@ -234,14 +231,11 @@ class EnginePool:
                 count -= 1
 
     def _engines_changed(self, removed: set[str]) -> None:
-        self._cancel_calls(removed)
-        self._wake(len(self._waiters))
-
-    def _cancel_calls(self, urls: set[str]) -> None:
         for call, url in self._calls.items():
-            if url in urls and not call.done():
+            if url in removed and not call.done():
                 self._lost.add(call)
                 call.cancel()
+        self._wake(len(self._waiters))
 
     def _back_off(self, url: str, error: Exception) -> None:
         """Pause the engine, twice as long as last time; requests that fail together count as one failure."""

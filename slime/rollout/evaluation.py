@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slime.core.errors import UserError
@@ -11,7 +12,7 @@ from slime.data.prompt_data import DataFormat, PromptDataset, load_prompts
 from slime.data.tokenizer import load_tokenizer
 from slime.rollout.base_types import EvalResult, RolloutFnEvalOutput
 from slime.rollout.context import GenerationState, RolloutContext
-from slime.rollout.data_source import image_format, label_needed_by, row_rm_types
+from slime.rollout.data_source import data_format_of
 from slime.rollout.group_task import run_group
 from slime.rollout.hook_calls import in_thread
 from slime.rollout.metrics import Progress, eval_metrics
@@ -41,7 +42,7 @@ async def evaluate(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
             truncated=[sample.status == Status.TRUNCATED for sample in samples],
             samples=samples,
         )
-    output.metrics = eval_metrics(args, output.data)
+    output.metrics = eval_metrics(output.data)
     return output
 
 
@@ -106,31 +107,23 @@ def _make_groups(args: Args, dataset: EvalDataset) -> list[Group]:
 
 
 def _load(args: Args, dataset: EvalDataset) -> PromptDataset:
-    keys = (dataset.input_key, dataset.label_key, args.metadata_key, args.tool_key)
-    key = (dataset.path, *keys, dataset.max_prompt_len, args.rm_type, args.hf_checkpoint)
-
-    def load() -> PromptDataset:
-        tokenizer = load_tokenizer(args.hf_checkpoint)
-        return load_prompts(dataset.path, eval_format(args, dataset), tokenizer)
-
-    return RolloutContext.current().shared(key, load)
+    """Return the prompts of the dataset; datasets that read a file in the same way share them."""
+    data_format = eval_format(args, dataset)
+    key = (dataset.path, repr(replace(data_format, data_flag="")))
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    return RolloutContext.current().shared(
+        key, lambda: load_prompts(dataset.path, data_format, tokenizer)
+    )
 
 
 def eval_format(args: Args, dataset: EvalDataset) -> DataFormat:
     """Return how an evaluation dataset is read, from the flags and its own settings."""
-    args = dataset_args(args, dataset)
-    return DataFormat(
+    return replace(
+        data_format_of(dataset_args(args, dataset)),
         input_key=dataset.input_key,
         label_key=dataset.label_key,
-        metadata_key=args.metadata_key,
-        tool_key=args.tool_key,
-        **image_format(args),
-        apply_chat_template=args.apply_chat_template,
-        chat_template_kwargs=args.apply_chat_template_kwargs,
         max_prompt_len=dataset.max_prompt_len,
         max_prompt_flag="--eval-max-prompt-len",
-        label_needed_by=label_needed_by(args),
-        row_rm_types=row_rm_types(args),
         data_flag=f"--eval-prompt-data {dataset.name}",
         input_flag="--eval-input-key",
         label_flag="--eval-label-key",

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from slime.core.errors import UserError
@@ -127,12 +126,11 @@ async def _generate(
     async def call() -> Sample | list[Sample]:
         return await fn(args, sample, sampling_params, **extra)
 
-    generation = current_generation()
     result = await run_hook(
         call(),
         name=where,
         timeout_s=GENERATE_TIMEOUT_S,
-        calls=None if generation is None else generation.hook_calls,
+        calls=current_generation().hook_calls,
     )
     samples = result if isinstance(result, list) else [result]
     _check_generated(samples, where)
@@ -169,16 +167,16 @@ def _check_generated(samples: list[Sample], where: str) -> None:
 
 
 async def _score(args: Args, sample: Sample, evaluation: bool) -> None:
-    with _reward_clock():
+    with current_generation().reward_clock.running():
         reward = await async_rm(args, sample)
     sample.reward = _check_key(args, reward, evaluation)
 
 
 async def _score_group(args: Args, samples: list[Sample], evaluation: bool) -> None:
     generated = [sample for sample in samples if sample.status in _GENERATED]
-    if len(generated) < len(samples) and any(s.status == Status.ABORTED for s in samples):
+    if any(sample.status == Status.ABORTED for sample in samples):
         return  # the group will be scored once all of its samples are finished
-    if not generated or all(sample.reward is not None for sample in generated):
+    if all(sample.reward is not None for sample in generated):
         return
     if custom_function(args, generated[0])[0] is None:  # --rm-type scores samples one by one
         await gather(
@@ -189,15 +187,10 @@ async def _score_group(args: Args, samples: list[Sample], evaluation: bool) -> N
 
 
 async def _score_together(args: Args, samples: list[Sample], evaluation: bool) -> None:
-    with _reward_clock():
+    with current_generation().reward_clock.running():
         rewards = await group_rm(args, samples)
     for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = _check_key(args, reward, evaluation)
-
-
-def _reward_clock() -> AbstractContextManager[None]:
-    generation = current_generation()
-    return nullcontext() if generation is None else generation.reward_clock.running()
 
 
 def _check_key(args: Args, reward: Reward, evaluation: bool) -> Reward:
@@ -244,7 +237,6 @@ async def _call_sample_hook(args: Args, samples: list[Sample], original: Sample)
 async def _hook_results(
     args: Args, fn: RolloutSampleHook, sample: Sample, where: str
 ) -> list[Sample]:
-    generation = current_generation()
     result = await call_function(
         fn,
         args,
@@ -252,7 +244,7 @@ async def _hook_results(
         name=where,
         kind="sample hooks",
         timeout_s=SAMPLE_HOOK_TIMEOUT_S,
-        calls=None if generation is None else generation.hook_calls,
+        calls=current_generation().hook_calls,
     )
     samples = [sample] if result is None else result if isinstance(result, list) else [result]
     _check_generated(samples, where)

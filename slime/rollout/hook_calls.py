@@ -162,7 +162,8 @@ async def call_function(
 
     A slow or blocking function delays only calls of the same `kind`, never the generation.
     """
-    timer = HookTimer(hook_queue(f"{'async' if is_async(fn) else 'plain'} {kind}"))
+    queue_name = f"{'async' if is_async(fn) else 'plain'} {kind}"
+    timer = HookTimer(_loop_state().queues.setdefault(queue_name, HookQueue()))
 
     def timed() -> Any:
         with timer.running():
@@ -220,11 +221,6 @@ async def in_thread(fn: Callable[..., T], *args: Any, num_threads: int = NUM_THR
         thread = threading.Thread(target=context.run, args=(body,), name="slime-hook", daemon=True)
         thread.start()
         return await _catch_exits(future)
-
-
-def hook_queue(name: str) -> HookQueue:
-    """Return the queue `name` of the running event loop."""
-    return _loop_state().queues.setdefault(name, HookQueue())
 
 
 def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

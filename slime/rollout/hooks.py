@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slime.config import hook_types as trainer
-from slime.config.datasets import DataSpec
 from slime.config.flags.spec import option_of
 from slime.config.reward_types import REWARD_TYPES, reward_type
 from slime.core.errors import ConfigError, UserError
 from slime.core.types import Group
 from slime.rollout import base_types as rollout
+from slime.rollout.rm_hub import tasks_of_run
 from slime.rollout.sandbox import check_sandbox
 from slime.utils.load_function import load_class, load_function
 
@@ -42,8 +42,6 @@ HOOKS: dict[str, type] = {
     "custom_megatron_before_log_prob_hook_path": trainer.BeforeLogProbHook,
     "custom_megatron_before_train_step_hook_path": trainer.BeforeTrainStepHook,
 }
-_CLASSES = ("data_source_path",)
-_ASYNC = ("custom_generate_function_path",)
 
 
 def check_stored_functions(args: Args, groups: list[Group]) -> None:
@@ -67,15 +65,15 @@ def check_stored_functions(args: Args, groups: list[Group]) -> None:
 
 def check_hooks(args: Args) -> None:
     """Raise ConfigError with the flag and the expected signature for the first hook that is wrong."""
-    for name, protocol in HOOKS.items():
+    for name in HOOKS:
         path = getattr(args, name)
         if path is not None:
-            _check(name, path, option_of(name), protocol, args.group_rm)
+            _check(name, path, option_of(name), args.group_rm)
     for dataset in args.eval_datasets:
         for name in ("custom_rm_path", "custom_generate_function_path"):
             if (path := getattr(dataset, name)) is not None:
                 where = f"{name} of the evaluation dataset {dataset.name}"
-                _check(name, path, where, HOOKS[name], args.group_rm)
+                _check(name, path, where, args.group_rm)
     _check_placement(args)
     _check_rewards(args)
 
@@ -90,13 +88,14 @@ def _check_placement(args: Args) -> None:
         )
 
 
-def _check(name: str, path: str, flag: str, protocol: type, group_rm: bool) -> None:
-    if name in _CLASSES:
-        load_class(path, flag=flag, protocol=protocol)
+def _check(name: str, path: str, flag: str, group_rm: bool) -> None:
+    if name == "data_source_path":
+        load_class(path, flag=flag, protocol=HOOKS[name])
         return
-    if name == "custom_rm_path" and group_rm:
-        protocol = rollout.GroupRewardFunction
-    load_function(path, flag=flag, protocol=protocol, must_be_async=name in _ASYNC)
+    of_groups = name == "custom_rm_path" and group_rm
+    protocol = rollout.GroupRewardFunction if of_groups else HOOKS[name]
+    is_generate = name == "custom_generate_function_path"
+    load_function(path, flag=flag, protocol=protocol, must_be_async=is_generate)
 
 
 def _check_rewards(args: Args) -> None:
@@ -107,7 +106,7 @@ def _check_rewards(args: Args) -> None:
     for one in args.eval_datasets:
         where, key = f"rm_type of {one.name}", one.reward_key or args.eval_reward_key
         used.append((where, one.rm_type, one.custom_rm_path, "--eval-reward-key", key))
-    if _names_tasks(args) and args.custom_rm_path is None:
+    if tasks_of_run(args) and args.custom_rm_path is None:
         used.append(("rows of", "reasoning_gym", None, "--reward-key", args.reward_key))
     for where, name, custom_path, key_flag, key in used:
         if name is None or custom_path is not None:
@@ -121,8 +120,3 @@ def _check_rewards(args: Args) -> None:
             raise ConfigError(
                 f"{where} {name} gives {', '.join(kind.keys)}: add {key_flag} {kind.keys[0]}"
             )
-
-
-def _names_tasks(args: Args) -> bool:
-    paths = [*(args.prompt_data or []), *(dataset.path for dataset in args.eval_datasets)]
-    return any(DataSpec.parse(path).task is not None for path in paths)

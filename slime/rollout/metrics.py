@@ -160,10 +160,8 @@ def rollout_metrics(args: MetricArgs, groups: list[Group]) -> dict[str, float]:
     if any(sample.non_generation_time for sample in scored):
         times = [sample.non_generation_time for sample in scored]
         metrics["rollout/non_generation_time_mean"] = float(np.mean(times))
-    metrics |= {f"rollout/{name}": value for name, value in component_means(scored).items()}
-    if args.log_passrate:
-        metrics |= {f"rollout/{k}": v for k, v in pass_at_k_metrics(by_group).items()}
-    return metrics
+    others = component_means(scored) | (pass_at_k_metrics(by_group) if args.log_passrate else {})
+    return metrics | {f"rollout/{name}": value for name, value in others.items()}
 
 
 def dropped_metrics(dropped: Mapping[str, int]) -> dict[str, float]:
@@ -171,14 +169,14 @@ def dropped_metrics(dropped: Mapping[str, int]) -> dict[str, float]:
     return {f"rollout/dropped_{reason}": float(count) for reason, count in dropped.items()}
 
 
-def eval_metrics(args: object, data: Mapping[str, EvalResult]) -> dict[str, float]:
+def eval_metrics(data: Mapping[str, EvalResult]) -> dict[str, float]:
     """Return `eval/<name>/reward`, `/truncated`, and with the samples `/pass@k`, `/response_len`,
     `/failed`, `/reward/<key>`."""
-    metrics = {}
-    for name, result in data.items():
-        for key, value in _eval_metrics(result).items():
-            metrics[f"eval/{name}/{key}"] = value
-    return metrics
+    return {
+        f"eval/{name}/{key}": value
+        for name, result in data.items()
+        for key, value in _eval_metrics(result).items()
+    }
 
 
 def _eval_metrics(result: EvalResult) -> dict[str, float]:

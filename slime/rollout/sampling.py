@@ -83,9 +83,6 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
         if is_aborting():
             sample.status = Status.ABORTED
             return sample
-        if wrote_placeholder(sample, args.hf_checkpoint):
-            sample.status = Status.TRUNCATED
-            return sample
         if (payload := _payload(args, sample, sampling_params, generation)) is None:
             sample.status = Status.TRUNCATED
             return sample
@@ -133,11 +130,11 @@ def _payload(
     sampling_params: SamplingParams,
     generation: GenerationState | None,
 ) -> dict[str, Any] | None:
-    """Return the request, or None if the length limits leave no token to generate."""
+    """Return the request, or None if the response must end: at a length limit, or after a placeholder."""
     max_new_tokens = tokens_left(args, sample, sampling_params)
     if max_new_tokens is None:
         raise UserError("the response length has no limit: set --rollout-max-response-len")
-    if max_new_tokens <= 0:
+    if max_new_tokens <= 0 or wrote_placeholder(sample, args.hf_checkpoint):
         return None
     params = {**sampling_params, "max_new_tokens": max_new_tokens}
     if "min_new_tokens" in params:

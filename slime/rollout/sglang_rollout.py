@@ -171,6 +171,7 @@ class BatchFilter:
         self._rejected_in_a_row = 0
         self._num_scored = 0
         self._first_failure: Sample | None = None
+        self._reward_clock = context.generation.reward_clock
         self.progress = context.progress.start(
             Progress(
                 rollout_id=rollout_id,
@@ -243,8 +244,7 @@ class BatchFilter:
             source.finish(self.rollout_id, [group_index(group) for group in everything])
         self._warn_of_failures(groups)
         metrics |= dropped_metrics(self._dropped)
-        assert self.context.generation is not None
-        metrics["perf/reward_time"] = self.context.generation.reward_clock.take()
+        metrics["perf/reward_time"] = self._reward_clock.take()
         return RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
     def _apply_dynamic_filter(self, group: Group) -> DynamicFilterOutput:

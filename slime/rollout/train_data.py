@@ -39,23 +39,19 @@ def samples_to_batch(args: Args, samples: list[Sample]) -> RolloutBatch:
     if args.custom_convert_samples_to_train_data_path:
         return _convert_by_hook(args, rows)
     raw, rewards = group_rewards(args, samples)
-    columns: dict[str, Any] = {
-        "tokens": [s.tokens for s in rows],
-        "response_lens": [s.response_length for s in rows],
-        "loss_masks": [_loss_mask(s) for s in rows],
-        "rewards": rewards,
-        "raw_rewards": raw,
-        "truncated": [s.status is Status.TRUNCATED for s in rows],
-        "group_indices": [s.group_index for s in rows],
-        "sample_indices": [s.index for s in rows],
-        "trajectory_ids": [_trajectory_id(s) for s in rows],
-        "rollout_log_probs": _column(rows, "rollout_log_probs"),
-        "teacher_log_probs": _column(rows, "teacher_log_probs"),
-        "routed_experts": _routed_experts(args, rows, [s.tokens for s in rows]),
-        "metadata": [s.train_metadata for s in rows],
-        **image_columns(args, rows),
-    }
-    return RolloutBatch(**columns)
+    return _batch(
+        args,
+        rows,
+        tokens=[s.tokens for s in rows],
+        response_lens=[s.response_length for s in rows],
+        loss_masks=[_loss_mask(s) for s in rows],
+        rewards=rewards,
+        raw_rewards=raw,
+        truncated=[s.status is Status.TRUNCATED for s in rows],
+        rollout_log_probs=_column(rows, "rollout_log_probs"),
+        teacher_log_probs=_column(rows, "teacher_log_probs"),
+        metadata=[s.train_metadata for s in rows],
+    )
 
 
 def image_columns(args: Args, rows: list[Sample]) -> dict[str, Any]:
@@ -217,20 +213,28 @@ def _convert_by_hook(args: Args, samples: list[Sample]) -> RolloutBatch:
         raise UserError(f"{flag}: the returned dictionary lacks {', '.join(missing)}")
     by_index = {s.index: s for s in samples}
     rows = [by_index[i] for i in data["sample_indices"]]
-    columns: dict[str, Any] = {
-        "tokens": data["tokens"],
-        "response_lens": data["response_lengths"],
-        "loss_masks": data["loss_masks"],
-        "rewards": data["rewards"],
-        "raw_rewards": data["raw_reward"],
-        "truncated": data["truncated"],
+    return _batch(
+        args,
+        rows,
+        tokens=data["tokens"],
+        response_lens=data["response_lengths"],
+        loss_masks=data["loss_masks"],
+        rewards=data["rewards"],
+        raw_rewards=data["raw_reward"],
+        truncated=data["truncated"],
+        rollout_log_probs=data.get("rollout_log_probs"),
+        teacher_log_probs=data.get("teacher_log_probs"),
+        metadata=data.get("metadata"),
+    )
+
+
+def _batch(args: Args, rows: list[Sample], **columns: Any) -> RolloutBatch:
+    """Return the batch of these columns and of those that every row takes from its sample."""
+    columns |= {
         "group_indices": [s.group_index for s in rows],
-        "sample_indices": data["sample_indices"],
+        "sample_indices": [s.index for s in rows],
         "trajectory_ids": [_trajectory_id(s) for s in rows],
-        "rollout_log_probs": data.get("rollout_log_probs"),
-        "teacher_log_probs": data.get("teacher_log_probs"),
-        "metadata": data.get("metadata"),
-        "routed_experts": _routed_experts(args, rows, data["tokens"]),
+        "routed_experts": _routed_experts(args, rows, columns["tokens"]),
         **image_columns(args, rows),
     }
     return RolloutBatch(**columns)

@@ -48,7 +48,7 @@ def test_rollout_and_eval_functions(tmp_path, module):
     assert [len(group) for group in output.samples] == [2, 2]
     assert all(isinstance(sample, Sample) and sample.reward == 1.0 for sample in flat(output))
     evaluated = as_eval_output(fn(args, 0, source, evaluation=True), path)
-    assert eval_metrics(args, evaluated.data)["eval/own/reward"] == 1.0
+    assert eval_metrics(evaluated.data)["eval/own/reward"] == 1.0
 
 
 def test_lists_inside_a_group_are_dissolved():

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import sys
+from unittest import mock
 
 import pytest
 
@@ -199,6 +200,21 @@ def test_odd_commands_and_paths_are_errors_and_the_sandbox_goes_on():
             assert (await box.run("echo fine")).stdout == "fine\n"
 
     asyncio.run(main())
+
+
+def test_an_answer_with_a_negative_size_is_not_read():
+    """Such a size would cancel one above the limits in the sum."""
+
+    async def exchange() -> None:
+        stdout = asyncio.StreamReader()
+        stdout.feed_data(b'{"sizes": [%d, %d]}\n' % (1 << 40, -(1 << 40)))
+        stdout.feed_eof()
+        stdin = mock.Mock(drain=mock.AsyncMock())
+        process = mock.Mock(stdin=stdin, stdout=stdout)
+        with pytest.raises(ValueError, match="longer than the limits"):
+            await Sandbox()._exchange(process, {"op": "read"}, [])
+
+    asyncio.run(exchange())
 
 
 def test_an_ended_sandbox_says_so():

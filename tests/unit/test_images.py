@@ -101,6 +101,15 @@ def test_a_turned_image_is_stored_upright(tmp_path):
     assert open_image(read_image(file.getvalue(), tmp_path)).size == (16, 32)
 
 
+def test_a_turned_photo_stays_within_the_limit(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (3400, 3400, 3), np.uint8)  # 33 MiB as a PNG
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6
+    Image.fromarray(noise).save(file, "JPEG", quality=50, exif=exif)
+    turned = open_image(read_image(file.getvalue(), tmp_path))
+    assert turned.size == (3400, 3400) and turned.getexif().get(0x0112, 1) == 1
+
+
 def png_of_size(width: int, height: int) -> bytes:
     """A PNG whose header promises a size that its data do not hold."""
 

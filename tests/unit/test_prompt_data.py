@@ -112,12 +112,13 @@ def test_spec_reads_path_slice_and_weight():
             DataSpec.parse(wrong)
 
 
-def test_length_filter_counts_what_it_leaves_out(tmp_path):
+def test_length_filter_counts_what_it_leaves_out(tmp_path, caplog):
+    caplog.set_level("INFO", logger="slime.data.prompt_data")
     rows = [{"input": "x" * n} for n in (1, 5, 6, 3, 9)]
     path = write_rows(tmp_path / "a.jsonl", rows)
     data = load_prompts(str(path), DataFormat(max_prompt_len=5), TOKENIZER)
     assert [len(data.make_sample(i).tokens) for i in range(len(data))] == [1, 5, 3]
-    assert data.num_filtered == 2
+    assert "removed 2 of 5 prompts that are longer than 5 tokens" in caplog.text
 
 
 def message(text, data_format=None, tokenizer=TOKENIZER):

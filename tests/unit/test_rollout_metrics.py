@@ -70,7 +70,7 @@ def test_components_of_dictionary_rewards():
     assert metrics["rollout/reward/acc"] == metrics["rollout/reward_mean"] == 2 / 3
     assert metrics["rollout/reward/style"] == 0.5 and "rollout/reward/why" not in metrics
     result = EvalResult(rewards=[1, 0, 1], truncated=[False] * 3, samples=samples)
-    evaluated = eval_metrics(args, {"x": result})
+    evaluated = eval_metrics({"x": result})
     assert evaluated["eval/x/reward/acc"] == 2 / 3 and evaluated["eval/x/reward/style"] == 0.5
 
 
@@ -103,7 +103,7 @@ def test_pass_at_k_of_many_samples_does_not_overflow():
 
 def test_eval_metrics_without_samples():
     data = {"a": EvalResult(rewards=[1.0, 0.0], truncated=[True, False])}
-    assert eval_metrics(None, data) == {"eval/a/reward": 0.5, "eval/a/truncated": 0.5}
+    assert eval_metrics(data) == {"eval/a/reward": 0.5, "eval/a/truncated": 0.5}
 
 
 def test_dropped_reasons():

@@ -123,7 +123,7 @@ class RecordingEndpoint:
         self._bodies = BodyReader(_LIMITS)
         self._server: GuardedServer | None = None
 
-    async def start(self) -> None:
+    async def start(self) -> RecordingEndpoint:
         app = web.Application(middlewares=[self._guard])
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
@@ -131,6 +131,7 @@ class RecordingEndpoint:
         self._server = GuardedServer(app, _LIMITS, cancel_with_client=False)
         await self._server.start(listener)
         self.url = f"http://{_HOST}:{listener.getsockname()[1]}"
+        return self
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -139,12 +140,12 @@ class RecordingEndpoint:
             check_media_type(request)
             return await handler(request)
         except Refused as refusal:
-            return _json(ApiError(str(refusal), refusal.status).body(), refusal.status)
+            return _refusal(ApiError(str(refusal), refusal.status))
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
         session = self.sessions.get(http.match_info["session"])
         if session is None:
-            return _json(ApiError("this session has ended", 404).body(), 404)
+            return _refusal(ApiError("this session has ended", 404))
         try:
             body = _parse_json(await self._bodies.read(http))
             give_row_images(body, session.sample.image_files)
@@ -157,12 +158,11 @@ class RecordingEndpoint:
                 raise ApiError("`top_logprobs` and `response_format` are not supported here")
             answer, num_prompt = await self._answer(session, request)
         except ApiError as error:
-            return _json(error.body(), error.status)
-        except UserError as error:  # ends the run, however the agent handles the reply
-            session.error = error
-            return _json(ApiError(str(error), 400).body(), 400)
-        except EngineRefusedError as error:
-            return _json(ApiError(str(error), 400).body(), 400)
+            return _refusal(error)
+        except (UserError, EngineRefusedError) as error:
+            if isinstance(error, UserError):  # ends the run, however the agent handles the reply
+                session.error = error
+            return _refusal(ApiError(str(error)))
         name, model = f"chatcmpl-{secrets.token_hex(12)}", request.model or "policy"
         if request.stream:
             return await _stream(http, request, answer, name, model, num_prompt)
@@ -351,7 +351,7 @@ async def _endpoint(args: Args) -> RecordingEndpoint:
     key = f"{args.hf_checkpoint} {args.rollout_max_context_len} {args.apply_chat_template_kwargs}"
     endpoints = RolloutContext.current().shared(RecordingEndpoint, _Endpoints)
     if key not in endpoints:
-        endpoints[key] = asyncio.ensure_future(_started(RecordingEndpoint(args)))
+        endpoints[key] = asyncio.ensure_future(RecordingEndpoint(args).start())
     try:
         return await asyncio.shield(endpoints[key])
     except OSError:
@@ -359,16 +359,15 @@ async def _endpoint(args: Args) -> RecordingEndpoint:
         raise
 
 
-async def _started(endpoint: RecordingEndpoint) -> RecordingEndpoint:
-    await endpoint.start()
-    return endpoint
-
-
 def _parse_json(data: bytes) -> Any:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise ApiError(f"the body is not JSON: {error}") from error
+
+
+def _refusal(error: ApiError) -> web.Response:
+    return _json(error.body(), error.status)
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -95,16 +95,15 @@ def _chosen_type(args: RewardArgs, sample: Sample) -> str:
 def _allowed(args: RewardArgs, sample: Sample) -> list[str | None]:
     if not isinstance(args, Args):
         return [args.rm_type]
-    task_type = ["reasoning_gym"] if _is_task_of_run(args, sample) else []
-    return [args.rm_type, *args.allow_row_rm_types, *task_type]
-
-
-def _is_task_of_run(args: Args, sample: Sample) -> bool:
-    """Return whether the run names `reasoning-gym:<task>` with the task of this sample."""
     origin = sample.metadata.get(METADATA_KEY)
+    is_task = isinstance(origin, dict) and origin.get("task") in tasks_of_run(args)
+    return [args.rm_type, *args.allow_row_rm_types, *(["reasoning_gym"] if is_task else [])]
+
+
+def tasks_of_run(args: Args) -> list[str]:
+    """Return the tasks of the datasets `reasoning-gym:<task>` of the run."""
     paths = [*(args.prompt_data or []), *(dataset.path for dataset in args.eval_datasets)]
-    tasks = [DataSpec.parse(path).task for path in paths]
-    return isinstance(origin, dict) and origin.get("task") is not None and origin["task"] in tasks
+    return [task for path in paths if (task := DataSpec.parse(path).task) is not None]
 
 
 def custom_function(args: RewardArgs, sample: Sample) -> tuple[str | None, str]:
@@ -115,8 +114,6 @@ def custom_function(args: RewardArgs, sample: Sample) -> tuple[str | None, str]:
 
 
 async def _call(fn: Any, args: RewardArgs, samples: Sample | list[Sample], what: str) -> Any:
-    generation = current_generation()
-    calls = None if generation is None else generation.hook_calls
     return await call_function(
         fn,
         args,
@@ -124,6 +121,6 @@ async def _call(fn: Any, args: RewardArgs, samples: Sample | list[Sample], what:
         name=what,
         kind="rewards",
         timeout_s=CUSTOM_TIMEOUT_S,
-        calls=calls,
+        calls=current_generation().hook_calls,
         num_threads=args.reward_num_threads if isinstance(args, Args) else NUM_THREADS,
     )

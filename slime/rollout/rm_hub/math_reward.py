@@ -120,11 +120,17 @@ def last_boxed(text: str) -> str | None:
     if tail[start : start + 1] != "{":
         bare = _BARE.match(tail, start)
         return bare[0] if bare else None
+    content = in_braces(tail, start)
+    return None if content is None else content.strip()
+
+
+def in_braces(text: str, start: int) -> str | None:
+    """Return the text between the brace at `start` and the one that closes it; None if none does."""
     depth = 0
-    for position in range(start, len(tail)):
-        depth += {"{": 1, "}": -1}.get(tail[position], 0)
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
-            return tail[start + 1 : position].strip()
+            return text[start + 1 : position]
     return None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from slime.core.types import Sample
 from slime.rollout.base_types import RewardArgs
+from slime.rollout.rm_hub.math_reward import in_braces
 from slime.rollout.rm_hub.workers import isolated, workers
 
 TIME_LIMIT_S = 5.0
@@ -122,13 +123,7 @@ def boxed(text: str) -> str | None:
     start = tail.rfind("\\boxed")
     if start < 0 or not tail.startswith("\\boxed{", start):
         return None
-    start += len("\\boxed{")
-    depth = 1
-    for position in range(start, len(tail)):
-        depth += {"{": 1, "}": -1}.get(tail[position], 0)
-        if depth == 0:
-            return tail[start:position]
-    return None
+    return in_braces(tail, start + len("\\boxed"))
 
 
 async def math_equal(answer: str, label: str, *, isolate: bool = True) -> bool:

@@ -171,7 +171,7 @@ class Command:
 
 def kill_others(kept: set) -> None:
     """Kill every process but this one and those that may stay, until none is left."""
-    while others := [pid for pid, parent in _processes().items() if not _stays(pid, parent, kept)]:
+    while others := [p for p, parent in _processes().items() if kept.isdisjoint((p, parent))]:
         if not kept:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)  # atomic: nothing can fork away from it
@@ -183,10 +183,6 @@ def kill_others(kept: set) -> None:
         time.sleep(0.001)
 
 
-def _stays(pid: int, parent: int, kept: set) -> bool:
-    return pid in kept or parent in kept
-
-
 def _processes() -> dict:
     """Return the parent of every process but this one; processes that have ended are left out."""
     parents = {}
@@ -195,9 +191,8 @@ def _processes() -> dict:
             if name.isdigit() and name != "1":
                 with open(f"/proc/{name}/stat", "rb") as file:
                     fields = file.read().rsplit(b")", 1)[1].split()
-                if (
-                    fields[0] not in b"ZX" or int(fields[17]) > 1
-                ):  # threads: the first may have ended
+                num_threads = int(fields[17])  # the first may have ended alone
+                if fields[0] not in b"ZX" or num_threads > 1:
                     parents[int(name)] = int(fields[1])
     return parents
 

@@ -163,7 +163,8 @@ class Sandbox:
         await process.stdin.drain()
         answer = json.loads(await process.stdout.readuntil(b"\n"))
         sizes = answer.pop("sizes")
-        if sum(map(int, sizes)) > 2 * max(self._limits.output_bytes, self._limits.disk_bytes):
+        most = 2 * max(self._limits.output_bytes, self._limits.disk_bytes)
+        if min(sizes, default=0) < 0 or sum(sizes) > most:
             raise ValueError("an answer that is longer than the limits")
         return answer, [await process.stdout.readexactly(size) for size in sizes]
 

@@ -113,16 +113,17 @@ async def start(
     given = [theirs.fileno(), _file_of(build_filter(forks=limits.forks, network=network))]
     contents = {path: _file_of(data) for path, data in (files or {}).items()}
     given += contents.values()
-    executable, command = find_bwrap() if isolate else "", list(argv)
-    if not isolate:
-        command = [f"/dev/fd/{contents[word]}" if word in contents else word for word in command]
-    else:
+    if isolate:
+        executable, shown = find_bwrap(), shown_paths(read_only)
         command = bwrap_arguments(
-            command, limits=limits, read_only=read_only, files=contents, network=network
-        )  # fmt: skip
+            argv, limits=limits, read_only=read_only, files=contents, network=network
+        )
+    else:
+        command = [f"/dev/fd/{contents[word]}" if word in contents else word for word in argv]
+        executable, shown = command[0], []
+    folders = {} if isolate or cwd is None else {"HOME": cwd, "TMPDIR": cwd}
     settings = {
-        **asdict(limits), "isolate": isolate, "executable": executable or command[0],
-        "shown": shown_paths(read_only) if isolate else [],
+        **asdict(limits), "isolate": isolate, "executable": executable, "shown": shown,
         "control_fd": given[0], "seccomp_fd": given[1], "close_fds": [*given[1:], *inherit],
     }  # fmt: skip
     try:
@@ -131,7 +132,7 @@ async def start(
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**ENVIRONMENT, **({} if isolate else _folder_variables(cwd)), **(env or {})},
+            env={**ENVIRONMENT, **folders, **(env or {})},
             cwd="/" if isolate else cwd,
             pass_fds=(*given, *inherit),
             start_new_session=True,
@@ -156,7 +157,3 @@ def _file_of(data: bytes) -> int:
 async def _drain(stream: asyncio.StreamReader) -> None:
     while await stream.read(1 << 16):
         pass
-
-
-def _folder_variables(folder: str | None) -> dict[str, str]:
-    return {"HOME": folder, "TMPDIR": folder} if folder else {}

@@ -151,10 +151,7 @@ _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore
 
 def program_slots() -> asyncio.Semaphore:
     """Return the semaphore that lets this event loop run one program per processor at a time."""
-    loop = asyncio.get_running_loop()
-    if loop not in _by_loop:
-        _by_loop[loop] = asyncio.Semaphore(max(1, os.cpu_count() or 1))
-    return _by_loop[loop]
+    return _by_loop.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(os.cpu_count() or 1))
 
 
 @functools.cache

@@ -56,7 +56,10 @@ def main() -> None:
             first = _first_process(info_reader)
             meter = Meter(first, settings) if first else None
     limit = _watch(child, control, meter)
-    _kill_all(child, meter)
+    if meter is not None:
+        meter.kill()
+    else:
+        kill_descendants(child)
     status = _exit_status(child)
     _send(control, {"limit": limit})
     os._exit(KILLED if limit else status)
@@ -179,13 +182,6 @@ def _watch(child: int, control: int, meter: Meter | None) -> str:
             pause_s = max(0.02, 4 * (time.monotonic() - start))
 
 
-def _kill_all(child: int, meter: Meter | None) -> None:
-    if meter is not None:
-        meter.kill()
-    else:
-        kill_descendants(child)
-
-
 def _exit_status(child: int) -> int:
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
@@ -265,12 +261,9 @@ def _is_running(child: int) -> bool:
 def _reap_others(child: int) -> int:
     """Return how many children other than `child` have ended, whose statuses nobody needs."""
     reaped = 0
-    for pid in _zombies(child):
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        others = {int(pid) for pid in file.read().split()} - {child}
+    for pid in others:
         with contextlib.suppress(ChildProcessError):
             reaped += os.waitpid(pid, os.WNOHANG)[0] == pid
     return reaped
-
-
-def _zombies(child: int) -> list:
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(pid) for pid in file.read().split() if int(pid) != child]
