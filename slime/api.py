@@ -28,6 +28,7 @@ from slime.core.types import RolloutBatch, Sample
 from slime.runlog.checkpoint_folder import CheckpointFolder
 from slime.runlog.earlier_runs import CONFIG_FILE, INPUTS, METRICS_FILE, RESOLVED_FILE
 from slime.runlog.jsonl import read_lines
+from slime.runlog.metric_names import RECORD_KEYS
 from slime.runlog.own_config import adopt_config, read_own_config
 from slime.runlog.run_yaml import read_resolved
 from slime.runlog.sample_log import SAMPLES_FILE
@@ -36,7 +37,6 @@ from slime.serving.local_engine import generate_texts
 __all__ = ["Batch", "Run", "load_run", "prepare", "train"]
 
 Prompt = str | list[dict[str, Any]]
-_NOT_COLUMNS = ("rollout_id", "kind", "time")
 _TEMPLATE = re.compile(r"(?:[^{}]|\{\{|\}\}|\{rollout_id(?::\d{0,2}d?)?\})*")
 
 
@@ -162,7 +162,7 @@ class Run:
         for record in read_lines(self.path / METRICS_FILE):
             if type(number := record.get("rollout_id")) is int:
                 row = rows.setdefault(number, {"rollout_id": number})
-                row |= {name: value for name, value in record.items() if name not in _NOT_COLUMNS}
+                row |= {name: value for name, value in record.items() if name not in RECORD_KEYS}
         return [rows[rollout_id] for rollout_id in sorted(rows)]
 
     def to_pandas(self) -> Any:

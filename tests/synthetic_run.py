@@ -141,6 +141,23 @@ def _samples(level: float, rng: random.Random, rollout_id: int, groups: int) -> 
     return rows
 
 
+def make_row(group: int = 0, index: int = 0, **values: object) -> SampleRow:
+    """A logged sample; `values` are other fields than by default."""
+    fields = {
+        "prompt": f"prompt {group}",
+        "response": f"response {index}",
+        "reward": index % 2,
+        "advantage": None,
+        "status": "completed",
+        "group_index": group,
+        "index": index,
+        "prompt_length": 3,
+        "response_length": 5,
+        **values,
+    }
+    return SampleRow(**fields)  # type: ignore[arg-type]
+
+
 def write_config(run_dir: Path, planned: int) -> None:
     resolved = {
         name: {"value": value, "origin": origin} for name, (value, origin) in CONFIG.items()

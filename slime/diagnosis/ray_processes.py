@@ -80,18 +80,29 @@ def end_sessions(leaders: list[RayProcess], grace_s: float = _GRACE_S) -> None:
         time.sleep(_POLL_S)
 
 
+def start_companion(module: str, argument: str) -> subprocess.Popen[bytes]:
+    """Start a module that outlives this process and reads its end, or messages, from a pipe."""
+    paths = [str(_ROOT), read_env().python_path]
+    return subprocess.Popen(
+        [sys.executable, "-S", "-m", module, argument],
+        stdin=subprocess.PIPE,
+        env=child_env(PYTHONPATH=os.pathsep.join(path for path in paths if path)),
+        start_new_session=True,  # signals to the driver's process group must not reach it
+    )
+
+
+def ignore_signals() -> None:
+    """Let a companion exit only when the driver does."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Keeper:
     """Kills Ray's processes and removes its folder after `close`, or when this process has died."""
 
     def __init__(self, folder: Path):
         self.processes: list[RayProcess] = []
-        paths = [str(_ROOT), read_env().python_path]
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-S", "-m", "slime.diagnosis.ray_processes", str(folder)],
-            stdin=subprocess.PIPE,
-            env=child_env(PYTHONPATH=os.pathsep.join(path for path in paths if path)),
-            start_new_session=True,  # signals to the driver's process group must not reach it
-        )
+        self._keeper = start_companion("slime.diagnosis.ray_processes", str(folder))
 
     def add(self, name: str, pid: int) -> None:
         process = identify(name, pid)
@@ -109,8 +120,7 @@ class Keeper:
 
 
 def main(folder: str) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it exits when the driver does
+    ignore_signals()
     leaders = [RayProcess(**json.loads(line)) for line in sys.stdin if line.endswith("\n")]
     end_sessions(leaders)
     shutil.rmtree(folder, ignore_errors=True)

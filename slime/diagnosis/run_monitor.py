@@ -17,19 +17,21 @@ import json
 import logging
 import os
 import select
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from slime.config.env import child_env, read_env
-from slime.diagnosis.ray_processes import RayProcess, identify
+from slime.config.env import read_env
+from slime.diagnosis.ray_processes import (
+    RayProcess,
+    identify,
+    ignore_signals,
+    start_companion,
+)
 from slime.runlog.checkpoint_folder import how_to_continue
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,6 @@ _REASON_PROBES = 3  # one failure means that the head is going away
 _POLL_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
 _HEAD_PROBES = 6  # within Ray's own timeout
-_ROOT = Path(__file__).resolve().parents[2]
 TITLES = {"gcs_server": "Ray's GCS", "raylet": "Ray's raylet"}
 
 
@@ -61,13 +62,7 @@ class RunFacts:
 
 class RunMonitor:
     def __init__(self, facts: RunFacts):
-        paths = [str(_ROOT), read_env().python_path]
-        self._process = subprocess.Popen(
-            [sys.executable, "-S", "-m", "slime.diagnosis.run_monitor", json.dumps(asdict(facts))],
-            stdin=subprocess.PIPE,
-            env=child_env(PYTHONPATH=os.pathsep.join(path for path in paths if path)),
-            start_new_session=True,  # signals to the driver's process group must not reach it
-        )
+        self._process = start_companion("slime.diagnosis.run_monitor", json.dumps(asdict(facts)))
 
     def dismiss(self) -> None:
         """End the monitor without a message: the run reports its end itself."""
@@ -124,8 +119,7 @@ def raylet_answers(path: str) -> bool:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it exits when the driver does
+    ignore_signals()
     values = json.loads(sys.argv[1])
     own_ray = [RayProcess(**process) for process in values.pop("own_ray")]
     facts = RunFacts(**values, own_ray=own_ray)
@@ -179,9 +173,8 @@ class HeadWatch:
     def _watch(self) -> None:
         timeout = read_env().head_timeout_s
         last_answer = time.monotonic()
-        failed = (
-            False  # by a probe, not by the clock alone: this process itself may have been stopped
-        )
+        # A probe must fail, not the clock alone: this process itself may have been stopped.
+        failed = False
         while not failed or time.monotonic() - last_answer < timeout:
             if self._stopped.wait(timeout / _HEAD_PROBES):
                 return

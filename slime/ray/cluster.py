@@ -21,6 +21,7 @@ from slime.config.env import read_env
 from slime.core.errors import UserError
 from slime.diagnosis.run_monitor import RunFacts
 from slime.ray import local_ray
+from slime.utils.untrusted_files import write_private
 
 logger = logging.getLogger(__name__)
 
@@ -157,17 +158,13 @@ def collect_logs(there: Path, here: Path) -> list[str]:
                 if name in copied:  # nodes may share a filesystem that this one lacks
                     continue
                 try:
-                    _write_private(here / name, content)
+                    write_private(
+                        here / name, content
+                    )  # engines log their settings, including keys
                     copied.append(name)
                 except OSError as error:
                     logger.warning("the log of another node is not copied: %s", error)
     return sorted(copied)
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    """Write a new file that only this user can read: engines log their settings, including keys."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
 
 
 def _on(node: str) -> dict[str, object]:

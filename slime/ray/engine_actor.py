@@ -7,14 +7,12 @@ the engine's first node found free (`slime.utils.addresses`).
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError
@@ -29,11 +27,17 @@ from slime.core.errors import UserError
 from slime.core.types import EngineInfo
 from slime.ray.remote import ACTOR_DIED, Remote, engine_actor
 from slime.ray.watch import Member
-from slime.serving.servers import ServerProcess, StartError, wait_until_ready
+from slime.serving.servers import (
+    START_TIMEOUT_S,
+    ServerProcess,
+    StartError,
+    wait_for_port,
+    wait_until_ready,
+)
 from slime.utils.addresses import Ports, choose_interface, find_ports, own_host, says_port_taken
 from slime.utils.device import device_id, device_type
+from slime.utils.untrusted_files import write_private
 
-_START_TIMEOUT_S = 3600  # as with SGLang: reading a large model from a slow disk
 _SEARCHED_LINES = 300
 _PORT_TRIES = 3
 _NODE_POLL_S = 5.0
@@ -81,7 +85,10 @@ class EngineActor:
             self.args, index=self.index, host=self.node.host, port_file=port_file
         )
         self.process = ServerProcess(command, self.log_path)
-        port = self._wait_for_port(port_file)
+        try:
+            port = wait_for_port(self.process, port_file, START_TIMEOUT_S)
+        except StartError as error:
+            self._fail(error)
         return EngineInfo(url=f"http://{self.node.host}:{port}", device_ids=(device_id(),))
 
     def start_sglang(
@@ -156,30 +163,17 @@ class EngineActor:
                 key=read_env().engine_token,
             )
         except StartError as error:
-            self.stop()
-            self._fail(str(error))
+            self._fail(error)
 
-    def _wait_for_port(self, port_file: Path) -> int:
+    def _fail(self, reason: StartError) -> NoReturn:
+        """Stop the server and raise why it did not start."""
         assert self.process is not None
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if self.process.status() is not None:
-                break
-            if port_file.exists():
-                return json.loads(port_file.read_text())["port"]
-            time.sleep(0.05)
-        status = self.process.status()
         self.stop()
-        self._fail("did not start in time" if status is None else f"ended with {status}")
-        raise AssertionError("unreachable")
-
-    def _fail(self, reason: str) -> None:
-        assert self.process is not None
         lines = self.process.last_lines()
         # SGLang logs the port error in the middle of many other lines.
-        taken = says_port_taken(self.process.last_lines(_SEARCHED_LINES)) or says_port_taken(reason)
-        kind = PortTakenError if taken else UserError
-        raise kind(f"engine {self.index} {reason}; {self.log_path} ends with\n{lines}")
+        logged = self.process.last_lines(_SEARCHED_LINES)
+        kind = PortTakenError if says_port_taken(f"{logged}\n{reason}") else UserError
+        raise kind(f"engine {self.index} {reason}; {self.log_path} ends with\n{lines}") from None
 
     def _write_config(self, label: str) -> str:
         """Write the run's key and the server's label to a file that only this user can read.
@@ -188,11 +182,9 @@ class EngineActor:
         first and impersonate it.
         """
         self.remove_config()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with os.fdopen(os.open(self._config, flags, 0o600), "w") as file:
-            key = json.dumps(read_env().engine_token)  # unquoted, YAML reads 0123 as a number
-            file.write(f"api-key: {key}\nadmin-api-key: {key}\n")
-            file.write(f"weight-version: {json.dumps(label)}\n")
+        key = json.dumps(read_env().engine_token)  # unquoted, YAML reads 0123 as a number
+        text = f"api-key: {key}\nadmin-api-key: {key}\nweight-version: {json.dumps(label)}\n"
+        write_private(self._config, text.encode())
         return str(self._config)
 
 

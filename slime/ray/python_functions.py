@@ -66,8 +66,7 @@ def store(functions: Functions, folder: Path) -> None:
         content = cloudpickle.dumps(functions)  # type: ignore[reportPrivateImportUsage]
     except Exception as error:
         raise ConfigError(f"a function cannot be sent to the run's processes: {error}") from None
-    (folder / _FILE).unlink(missing_ok=True)
-    write_private(folder / _FILE, sign(content) + content)
+    _write_signed(folder / _FILE, content)
 
 
 @cache
@@ -93,9 +92,15 @@ def adopt(folder: Path) -> None:
     """Sign the functions that another user, or this user with another home, has stored in the folder."""
     path = folder / _FILE
     if path.exists():
-        content = read_regular(path, _MAX_BYTES)[SIGNATURE_BYTES:]
-        path.unlink()
-        write_private(path, sign(content) + content)
+        _write_signed(path, read_regular(path, _MAX_BYTES)[SIGNATURE_BYTES:])
+
+
+def _write_signed(path: Path, content: bytes) -> None:
+    """Replace the file as a whole: a full disk leaves the old one."""
+    new = path.with_name(f".{path.name}.tmp")
+    new.unlink(missing_ok=True)
+    write_private(new, sign(content) + content)
+    new.replace(path)
 
 
 def reward(args: Any, sample: Sample) -> Any:

@@ -21,7 +21,7 @@ from slime.ray.processes import Processes, make_plan
 from slime.ray.rollout_group import RolloutGroup
 from slime.ray.start_checks import check_inputs, check_outputs
 from slime.ray.train_group import TrainGroup
-from slime.ray.watch import BrokenRunError, LostError, first_line
+from slime.ray.watch import BrokenRunError, first_line, ray_lost
 from slime.runlog.logging import setup_logging
 from slime.runlog.recorder import Recorder
 from slime.runlog.report import write_report
@@ -75,7 +75,7 @@ class Run:
                     self._processes = self._start()
                 self._complete_export()
         except BaseException as error:
-            lost = self._ray_lost()
+            lost = ray_lost()
             self._record_end(lost or error)
             self._add_advice(lost or error)
             with self._last:
@@ -94,7 +94,7 @@ class Run:
         trace: TracebackType | None,
     ) -> bool:
         stopped = isinstance(error, Terminated)
-        lost = self._ray_lost()
+        lost = ray_lost()
         with self._last, self._resources:
             self._record_end(lost or error)
             if lost is not None:
@@ -250,11 +250,6 @@ class Run:
         """Stop the run, from a thread. Actors survive the GCS for a minute and can save, but not the raylet."""
         can_save = process.name == "gcs_server" and self._started
         self.stop_signal.fail(died(process), at_once=not can_save)
-
-    def _ray_lost(self) -> LostError | None:
-        """Return the error to raise if a process of the run's own Ray has died."""
-        process = local_ray.dead_process()
-        return LostError(f"{died(process)}: Ray cannot work without it.") if process else None
 
     def _save_without_ray(self, error: BaseException | None) -> None:
         """Save if the actors, which survive the GCS for a while, still can."""

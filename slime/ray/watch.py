@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -35,9 +36,8 @@ _CONNECTION = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|DistBackendError|timed out|TCPStore|broken pipe",
     re.I,
 )
-_DEATH_KNOWN_S = (
-    45.0  # Ray notices a dead process immediately, a dead node after several missed heartbeats
-)
+# Ray notices a dead process immediately, a dead node after several missed heartbeats.
+_DEATH_KNOWN_S = 45.0
 _OWNER_KNOWN_S = 10.0
 _POLL_S = 30.0
 _STATUS_TIMEOUT_S = 40.0  # a node may have to start a process for the query
@@ -55,6 +55,12 @@ class LostError(BrokenRunError):
 
 class StallError(BrokenRunError):
     """A phase took longer than its timeout."""
+
+
+def ray_lost() -> LostError | None:
+    """Return the error to raise if a process of the run's own Ray has died."""
+    process = local_ray.dead_process()
+    return LostError(f"{died(process)}: Ray cannot work without it.") if process else None
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -111,9 +117,8 @@ class Watch:
 
     def lost(self, member: Member[Any], error: Exception) -> LostError:
         """Return an error that names the dead process. Without its raylet all actors of a node seem dead."""
-        process = local_ray.dead_process()
-        if process is not None:
-            return LostError(f"{died(process)}: Ray cannot work without it.")
+        if (ray_death := ray_lost()) is not None:
+            return ray_death
         if not raylet_answers(raylet_socket()):
             return LostError("Ray's raylet on the driver's node died: Ray cannot work without it.")
         place = member.remote.place()
@@ -196,7 +201,12 @@ class Watch:
         self._notify(f"{what}: collecting the status of every process")
         text = describe(query_members(self.members, failed))
         file = self._logs / "stall.txt"
-        file.write_text(f"{what}\n{text}\n")
+        try:
+            file.write_text(f"{what}\n{text}\n")
+        except OSError as error:  # a full disk may be what stalled the run
+            raise StallError(
+                f"{what}.\n{text}\nIt could not be written to {file}: {error}"
+            ) from None
         raise StallError(f"{what}.\n{text}\nThe same is in {file}.")
 
 
@@ -248,11 +258,10 @@ def _query_pids(pids: list[int]) -> list[ProcessStatus | str]:
 
 def _death(reference: Any) -> Exception | None:
     try:
-        ray.get(reference)
+        with suppress(RayTaskError):
+            ray.get(reference)
     except ACTOR_DIED as error:
         return error
-    except RayTaskError:
-        return None
     return None
 
 

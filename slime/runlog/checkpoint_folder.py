@@ -91,9 +91,8 @@ class CheckpointFolder:
         sync_tree(partial)
         if not meta.release:
             self._abandon(meta.rollout_id - 1 if after is None else after)
-        replaced = self._rename_for_removal(
-            meta.rollout_id
-        )  # the same rollout, saved before a resume
+        # The same rollout, saved before a resume.
+        replaced = self._rename_for_removal(meta.rollout_id)
         partial.rename(final)
         self._point_to(meta.rollout_id)
         if replaced:

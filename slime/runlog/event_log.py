@@ -10,25 +10,22 @@ the record is lost and the run continues.
 
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
 
 from slime.core.types import Activity
-from slime.runlog.jsonl import append_lines
+from slime.runlog.jsonl import LogErrors, append_lines
 
 EVENTS_FILE = "events.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 MAX_RANKS = 16  # ranks of a model whose timeline is kept
 _MAX_CHARS = 2000  # of an event's text
 
-logger = logging.getLogger(__name__)
-
 
 class EventLog:
     def __init__(self, run_dir: str | Path) -> None:
         self._folder = Path(run_dir)
-        self._failed = False
+        self._errors = LogErrors("events and timeline are not written any more: %s")
 
     def event(self, kind: str, text: str = "", **values: object) -> None:
         record = {"time": time.time(), "kind": kind, "text": text[:_MAX_CHARS], **values}
@@ -45,9 +42,5 @@ class EventLog:
         self._append(TIMELINE_FILE, records)
 
     def _append(self, name: str, records: list[dict[str, object]]) -> None:
-        try:
+        with self._errors.warned_once():
             append_lines(self._folder / name, records)
-        except OSError as error:
-            if not self._failed:
-                logger.warning("%s is not written any more: %s", name, error)
-            self._failed = True

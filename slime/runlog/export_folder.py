@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -42,26 +44,25 @@ def export_info(path: str | Path) -> ExportInfo | None:
         return None
 
 
-def begin_export(path: str | Path) -> Path:
-    """Return an empty folder to write an export into; `commit_export` renames it."""
-    recover_export(path)
-    partial = _names(path)[1]
-    partial.mkdir(parents=True)
-    return partial
+@contextmanager
+def new_export(path: str | Path, info: ExportInfo | None = None) -> Iterator[Path]:
+    """Yield an empty folder to write an export into; mark it as complete and move it to `path` at the end.
 
-
-def commit_export(path: str | Path, info: ExportInfo) -> None:
-    """Mark the folder of `begin_export` as complete and move it to `path`."""
+    After an error what was written is removed.
+    """
     target, partial, replaced = _names(path)
-    sync_tree(partial)
-    replace_file(partial / MARKER, json.dumps(asdict(info)).encode() + b"\n")
-    sync_file(partial)
-    _move_to_target(target, partial, replaced)
-
-
-def discard_export(path: str | Path) -> None:
-    """Remove what a failed export wrote."""
-    shutil.rmtree(_names(path)[1], ignore_errors=True)
+    try:
+        recover_export(path)
+        partial.mkdir(parents=True)
+        yield partial
+        sync_tree(partial)
+        marker = json.dumps(asdict(info or ExportInfo())).encode()
+        replace_file(partial / MARKER, marker + b"\n")
+        sync_file(partial)
+        _move_to_target(target, partial, replaced)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def recover_export(path: str | Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -56,10 +58,17 @@ def duration(seconds: float) -> str:
 
 def count(value: float) -> str:
     """Format a count: 950, 12.3k, 4.56M, 1.2B."""
-    for limit, divisor, suffix in ((1e4, 1, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M")):
+    # At 999.5k and more, three digits would be 1e+03k.
+    for limit, divisor, suffix in ((1e4, 1, ""), (999.5e3, 1e3, "k"), (999.5e6, 1e6, "M")):
         if abs(value) < limit:
             return f"{value / divisor:.3g}{suffix}" if suffix else f"{value:,.0f}"
     return f"{value / 1e9:.3g}B"
+
+
+def equal_ranges(items: Sequence[T], count: int) -> list[Sequence[T]]:
+    """Split into `count` consecutive ranges of nearly equal length."""
+    edges = [round(i * len(items) / count) for i in range(count + 1)]
+    return [items[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
@@ -71,8 +80,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     if not values:
         return ""
     if len(values) > width:
-        edges = [round(i * len(values) / width) for i in range(width + 1)]
-        values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+        values = [fmean(part) for part in equal_ranges(values, width)]
     high = max(values)
     low = min([*values, high - abs(high) / 4])
     if high == low:

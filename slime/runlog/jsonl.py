@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import BufferedReader, FileIO
 from itertools import accumulate
 from pathlib import Path
@@ -16,6 +19,8 @@ from slime.utils.untrusted_files import open_regular
 
 _MAX_LINE_BYTES = 1 << 26
 _MAX_DEPTH = 64  # of a record's values
+
+logger = logging.getLogger(__name__)
 
 
 def append_lines(path: Path, records: Sequence[Mapping[str, object]]) -> list[int]:
@@ -29,8 +34,7 @@ def append_lines(path: Path, records: Sequence[Mapping[str, object]]) -> list[in
     with path.open("ab", buffering=0) as file:
         start = os.fstat(file.fileno()).st_size
         write_whole(file, b"".join(lines))
-    ends = accumulate(len(line) for line in lines)
-    return [start + end - len(line) for end, line in zip(ends, lines, strict=True)]
+    return list(accumulate(map(len, lines), initial=start))[:-1]
 
 
 def dump_line(record: Mapping[str, object]) -> bytes:
@@ -74,6 +78,44 @@ def write_whole(file: FileIO, content: bytes) -> None:
         with suppress(OSError):
             file.truncate(size)
         raise OSError(error.errno, error.strerror, str(file.name)) from None
+
+
+class LogErrors:
+    """Reports the first failed write of a log as a warning: a full disk must not end the run."""
+
+    def __init__(self, warning: str) -> None:
+        """`warning` has a %s for the error."""
+        self._warning, self._warned = warning, False
+
+    @contextmanager
+    def warned_once(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                logger.warning(self._warning, error)
+            self._warned = True
+
+
+class LogWrites:
+    """Writes of a log, in order. On a full disk the latest `most` wait in memory until there is room."""
+
+    def __init__(self, warning: str, most: int | None = None) -> None:
+        self.errors = LogErrors(warning)
+        self._waiting: deque[Callable[[], object]] = deque(maxlen=most)
+        self._lock = threading.Lock()
+
+    def add(self, write: Callable[[], object]) -> None:
+        """Call `write` now, or later if it raises OSError; it writes all or nothing."""
+        with self._lock:
+            self._waiting.append(write)
+        self.flush()
+
+    def flush(self) -> None:
+        with self._lock, self.errors.warned_once():
+            while self._waiting:
+                self._waiting[0]()
+                self._waiting.popleft()
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 SAMPLES = "rollout/samples"
 REWARD = "rollout/reward_mean"
@@ -24,7 +25,16 @@ STALENESS_MAX = "rollout/staleness_max"
 TOKENS_PER_SECOND = "perf/rollout_tokens_per_second"
 STEP_TIME = "perf/step_time"
 REWARD_TIME = "perf/reward_time"  # a part of the phase `generate`
+RECORD_KEYS = ("rollout_id", "kind", "time")  # of a line of metrics.jsonl; all others are metrics
 _PHASE_ORDER = ("start", "generate", "train", "update_weights", "eval", "save")
+
+
+def is_record(record: dict[str, Any]) -> bool:
+    """Return whether a line of metrics.jsonl has the types that a run writes: it may come from elsewhere."""
+    rollout_id, kind, when = (record.get(key) for key in RECORD_KEYS)
+    if type(rollout_id) is not int or not isinstance(kind, str):
+        return False
+    return abs(rollout_id) < 2**31 and type(when) in (int, float)
 
 
 def name_stale_gap(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.core.errors import UserError
 from slime.runlog.earlier_runs import CONFIG_FILE
+from slime.runlog.jsonl import replace_file
 from slime.runlog.run_yaml import parse_run_yaml, read_text
 from slime.utils.untrusted_files import is_signed, sign
 
@@ -60,4 +61,4 @@ def adopt_config(run_dir: Path) -> None:
     path = run_dir / CONFIG_FILE
     text = read_text(path)
     found = _SIGNATURE.search(text)
-    path.write_text(signed(text[: found.start() + 1] if found else text))
+    replace_file(path, signed(text[: found.start() + 1] if found else text).encode())

@@ -102,11 +102,8 @@ class PanelDisplay:
     def start(self) -> None:
         self._live.start()
 
-    def show_start(self) -> None:
-        """The panel draws itself from the state."""
-
-    def show_rollout(self) -> None:
-        """The panel draws itself from the state."""
+    def show(self, is_rollout: bool) -> None:
+        """Do nothing: the panel draws itself from the state."""
 
     def message(self, text: str) -> None:
         self._live.console.print(Text(safe_text(text)))
@@ -149,7 +146,10 @@ def _progress(state: RunState, spinner: Spinner, width: int) -> RenderableType:
     grid.add_column(width=_LABEL_WIDTH)
     cells: list[RenderableType] = [Text(f"rollout {done}/{total or '?'}", style="bold")]
     if total:
-        cells.append(_progress_bar(done, total, max(10, width // 3)))
+        bar = ProgressBar(
+            total, done, max(10, width // 3), complete_style="green", finished_style="green"
+        )
+        cells.append(bar)
     if state.seconds_left is not None:
         cells.append(Text(f"{duration(state.seconds_left)} left", style="dim"))
     if state.phase:
@@ -159,12 +159,6 @@ def _progress(state: RunState, spinner: Spinner, width: int) -> RenderableType:
         cells.append(spinner)
     grid.add_row(*cells)
     return grid
-
-
-def _progress_bar(done: int, total: int, width: int) -> ProgressBar:
-    return ProgressBar(
-        total=total, completed=done, width=width, complete_style="green", finished_style="green"
-    )
 
 
 def _metrics(state: RunState, width: int) -> Table:

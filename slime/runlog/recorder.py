@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
@@ -212,9 +212,9 @@ class LiveDisplay:
             num_rollout=args.num_rollout,
         )
         live = console.is_terminal and not console.is_dumb_terminal and not read_env().plain_output
-        self._drawing: _Drawing | None = (PanelDisplay if live else PlainDisplay)(
-            self._state, console
-        )
+        self._drawing: PanelDisplay | PlainDisplay | None = (
+            PanelDisplay if live else PlainDisplay
+        )(self._state, console)
         self._safely(self._drawing.start)
 
     @contextmanager
@@ -244,7 +244,7 @@ class LiveDisplay:
     def _update(self, metrics: Mapping[str, float]) -> None:
         is_rollout = self._state.update(metrics)
         if self._drawing is not None:
-            (self._drawing.show_rollout if is_rollout else self._drawing.show_start)()
+            self._drawing.show(is_rollout)
 
     def _safely(self, action: Callable[[], object]) -> None:
         try:
@@ -264,14 +264,6 @@ class RunConsole(Console):
         raise BrokenPipeError("the reader of this output is gone")
 
 
-class _Drawing(Protocol):
-    def start(self) -> None: ...
-    def show_start(self) -> None: ...
-    def show_rollout(self) -> None: ...
-    def message(self, text: str) -> None: ...
-    def stop(self) -> None: ...
-
-
 class PlainDisplay:
     def __init__(self, state: RunState, console: Console) -> None:
         self._state = state
@@ -281,11 +273,8 @@ class PlainDisplay:
         state = self._state
         self.message(f"run {state.run_name}  model {state.model}  {state.layout}")
 
-    def show_start(self) -> None:
-        self.message(start_line(self._state))
-
-    def show_rollout(self) -> None:
-        self.message(rollout_line(self._state))
+    def show(self, is_rollout: bool) -> None:
+        self.message((rollout_line if is_rollout else start_line)(self._state))
 
     def message(self, text: str) -> None:
         self._console.file.write(f"{safe_text(text)}\n")

@@ -21,6 +21,7 @@ from slime.config.checks.file_checks import check_writable
 from slime.config.derive import portable
 from slime.config.flags.spec import option_of
 from slime.core.errors import ConfigError, UserError
+from slime.runlog import metric_names
 from slime.runlog.earlier_runs import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
@@ -30,7 +31,6 @@ from slime.runlog.earlier_runs import (
     set_aside,
 )
 from slime.runlog.jsonl import read_lines, replace_file
-from slime.runlog.metric_names import STEP_TIME, eval_rewards, phase_times
 from slime.runlog.own_config import signed
 from slime.runlog.run_yaml import dump_run_yaml, read_resolved
 from slime.runlog.sample_log import SampleRow, read_samples
@@ -171,7 +171,6 @@ def _plain(value: object) -> object:
 
 
 Point = tuple[int, float]  # (rollout_id, value)
-_RECORD_KEYS = ("rollout_id", "kind", "time")
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -187,11 +186,9 @@ class RunData:
     origins: dict[str, str]
     starts: list[dict[str, Any]]
     resumed_at: list[int]
-    first_time: float | None
-    last_time: float | None
 
     def eval_datasets(self) -> list[str]:
-        return list(eval_rewards(self.series))
+        return list(metric_names.eval_rewards(self.series))
 
     def eval_reward(self, dataset: str) -> list[Point]:
         return self.series[f"eval/{dataset}/reward"]
@@ -202,7 +199,7 @@ class RunData:
 
     def seconds(self) -> float:
         """Return the running time, including starts, without pauses between a crash and a resume."""
-        return sum(seconds for _, seconds in self.series.get(STEP_TIME, []))
+        return sum(seconds for _, seconds in self.series.get(metric_names.STEP_TIME, []))
 
     def total(self, name: str) -> float:
         return sum(value for _, value in self.series.get(name, []))
@@ -214,18 +211,15 @@ def read_run(run_dir: str | Path) -> RunData:
         raise UserError(
             f"{run_dir} is not a folder. Name the folder of a run, such as runs/quickstart."
         )
-    records = [record for record in read_lines(run_dir / METRICS_FILE) if _is_metrics(record)]
+    records = [r for r in read_lines(run_dir / METRICS_FILE) if metric_names.is_record(r)]
     rollouts = [record for record in records if record["kind"] == "perf"]
     path = run_dir / RESOLVED_FILE
     resolved = read_resolved(path) if path.exists() else {}
-    times = [record["time"] for record in records]
     return RunData(
         run_dir=run_dir,
         series=_series(records),
-        phases=[
-            (r["rollout_id"], phase_times(_numbers(r))) for r in records if r["kind"] == "perf"
-        ],
-        rollout_seconds=[s for r in rollouts if (s := _numbers(r).get(STEP_TIME))],
+        phases=[(r["rollout_id"], metric_names.phase_times(_numbers(r))) for r in rollouts],
+        rollout_seconds=[s for r in rollouts if (s := _numbers(r).get(metric_names.STEP_TIME))],
         samples=read_samples(run_dir),
         config={name: entry["value"] for name, entry in resolved.items()},
         origins={name: str(entry.get("origin")) for name, entry in resolved.items()},
@@ -235,15 +229,7 @@ def read_run(run_dir: str | Path) -> RunData:
             for record in read_lines(run_dir / RESUMES_FILE)
             if isinstance(start := record.get("start_rollout_id"), int)
         ],
-        first_time=min(times, default=None),
-        last_time=max(times, default=None),
     )
-
-
-def _is_metrics(record: dict[str, Any]) -> bool:
-    """Skip lines with other types than a run writes: the folder may come from elsewhere."""
-    rollout_id, kind, when = (record.get(key) for key in _RECORD_KEYS)
-    return isinstance(rollout_id, int) and isinstance(kind, str) and isinstance(when, int | float)
 
 
 def _series(records: list[dict[str, Any]]) -> dict[str, list[Point]]:
@@ -259,7 +245,7 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
     return {
         name: value
         for name, value in record.items()
-        if name not in _RECORD_KEYS and isinstance(value, int | float)
+        if name not in metric_names.RECORD_KEYS and isinstance(value, int | float)
     }
 
 

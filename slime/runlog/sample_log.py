@@ -9,17 +9,19 @@ import base64
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
 from slime.core.types import RolloutBatch, Sample, Status
-from slime.runlog.jsonl import append_lines, read_lines, replace_file
+from slime.runlog.jsonl import LogWrites, append_lines, read_lines, replace_file
 from slime.runlog.sample_table import PromptLog, append_table
 from slime.runlog.token_log import Decode, TokenLog, batch_tokens, rollout_name, sample_tokens
 from slime.utils.untrusted_files import read_regular
@@ -30,6 +32,7 @@ _MAX_THUMBNAIL = 2**17  # bytes; uncompressed, 160 x 160 pixels of three bytes a
 SAMPLES_PER_ROLLOUT = 8
 MAX_TEXT_CHARS = 8000
 _MAX_PARTS = 64  # messages of a conversation, images of a sample
+_MAX_WAITING = 16  # writes that wait in memory for room on the disk, two per rollout
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -60,8 +63,15 @@ class SampleRow:
     images: list | None = None  # SHA-256 of each image, whose thumbnail is images/SHA256.png
 
 
+_TYPES = get_type_hints(SampleRow)
+_NEEDED = {f.name for f in fields(SampleRow) if f.default is MISSING}
+
+
 class SampleLog:
-    """Writes texts, numbers and tokens of samples; `decode` gives the texts of token ids."""
+    """Writes texts, numbers and tokens of samples; `decode` gives the texts of token ids.
+
+    On a full disk the run continues: rows wait in memory for the next call, images and tokens are lost.
+    """
 
     def __init__(
         self,
@@ -77,12 +87,12 @@ class SampleLog:
         self._thumbnail = thumbnail
         self._datasets = datasets if len(datasets) > 1 else ()
         self._tokens, self._prompts = TokenLog(run_dir), PromptLog(run_dir)
+        self._writes = LogWrites("samples cannot be written yet: %s", most=_MAX_WAITING)
 
     def log_batch(self, rollout_id: int, samples: list[Sample], batch: RolloutBatch) -> None:
         """Write samples that are trained on; mark the kept rows for the trainer in `batch.logged`."""
         rows = self._by_dataset(batch_rows(samples, batch), samples)
-        self._prompts.add(row.prompt for row in rows)
-        chosen = append_samples(self._run_dir, rollout_id, rows, limit=self._limit)
+        chosen = self._append(rollout_id, rows)
         kept = set(batch.sample_indices[chosen].tolist())
         self._write_images(sample for sample in samples if sample.index in kept)
         batch.logged = np.isin(np.arange(len(rows)), chosen).astype(np.int8)
@@ -100,12 +110,23 @@ class SampleLog:
         pairs = zip(samples, rewards, strict=True)
         rows = [sample_row(sample, reward, kind=kind) for sample, reward in pairs]
         rows = self._by_dataset(rows, samples) if kind == "train" else rows
-        self._prompts.add(row.prompt for row in rows)
-        chosen = append_samples(self._run_dir, rollout_id, rows, limit=self._limit)
+        chosen = self._append(rollout_id, rows)
         name = rollout_name(rollout_id, dataset=None if kind == "train" else kind)
         columns = [sample_tokens(samples[number]) for number in chosen]
         self._tokens.write(name, columns, self._decode)
         self._write_images(samples[number] for number in chosen)
+
+    def flush(self) -> None:
+        """Write the rows that wait for room on the disk."""
+        self._writes.flush()
+
+    def _append(self, rollout_id: int, rows: list[SampleRow]) -> list[int]:
+        """Write the rows; return the numbers of those whose texts are kept."""
+        self._writes.add(
+            partial(append_samples, self._run_dir, rollout_id, rows, limit=self._limit)
+        )
+        self._writes.add(partial(self._prompts.add, [row.prompt for row in rows]))
+        return chosen_rows(rows, self._limit)
 
     def _write_images(self, samples: Iterable[Sample]) -> None:
         """Write a thumbnail of each image of the samples, once in a run."""
@@ -114,8 +135,10 @@ class SampleLog:
         for key, file in files.items():
             path = folder / f"{key}.png"
             if self._thumbnail is not None and not path.exists():
-                folder.mkdir(exist_ok=True)
-                replace_file(path, self._thumbnail(file))
+                thumbnail = self._thumbnail(file)
+                with self._writes.errors.warned_once():
+                    folder.mkdir(exist_ok=True)
+                    replace_file(path, thumbnail)
 
     def _by_dataset(self, rows: list[SampleRow], samples: list[Sample]) -> list[SampleRow]:
         """Name the dataset of each row, if training has several."""
@@ -150,15 +173,26 @@ def append_samples(
     *,
     limit: int = SAMPLES_PER_ROLLOUT,
 ) -> list[int]:
-    """Append at most `limit` of the rows, spread evenly over the groups; long texts are shortened.
+    """Append the `chosen_rows`, whose long texts are shortened, and the numbers of all rows to the table.
 
-    The numbers of all rows go to the table. Return the row numbers that were appended.
+    Append all or nothing. Return the row numbers that were appended.
     """
-    chosen = _with_branches(rows, _with_failures(rows, choose_rows(rows, limit))) if limit else []
+    chosen = chosen_rows(rows, limit)
     records = [{"rollout_id": rollout_id, **_record(rows[i])} for i in chosen]
-    offsets = append_lines(Path(run_dir) / SAMPLES_FILE, records)
-    append_table(run_dir, rollout_id, rows, dict(zip(chosen, offsets, strict=True)))
+    path = Path(run_dir) / SAMPLES_FILE
+    offsets = append_lines(path, records)
+    try:
+        append_table(run_dir, rollout_id, rows, dict(zip(chosen, offsets, strict=True)))
+    except OSError:
+        if offsets:
+            os.truncate(path, offsets[0])
+        raise
     return chosen
+
+
+def chosen_rows(rows: Sequence[SampleRow], limit: int) -> list[int]:
+    """Return the numbers of the rows whose texts are kept: `choose_rows`, failures and branches."""
+    return _with_branches(rows, _with_failures(rows, choose_rows(rows, limit))) if limit else []
 
 
 def read_samples(run_dir: str | Path) -> list[tuple[int, SampleRow]]:
@@ -169,13 +203,11 @@ def read_samples(run_dir: str | Path) -> list[tuple[int, SampleRow]]:
 
 def parse_row(record: dict[str, Any]) -> tuple[int, SampleRow] | None:
     """Return (rollout_id, row) of a line, or None if it is not a sample's."""
-    types = get_type_hints(SampleRow)
     rollout_id = record.get("rollout_id")
-    values = {name: value for name, value in record.items() if name in types}
-    needed = {f.name for f in fields(SampleRow) if f.default is MISSING}
-    if not isinstance(rollout_id, int) or not needed <= values.keys():
+    values = {name: value for name, value in record.items() if name in _TYPES}
+    if not isinstance(rollout_id, int) or not values.keys() >= _NEEDED:
         return None
-    if not all(_has_type(value, types[name]) for name, value in values.items()):
+    if not all(_has_type(value, _TYPES[name]) for name, value in values.items()):
         return None
     return rollout_id, SampleRow(**values)
 
@@ -235,14 +267,11 @@ def _spread(members: list[int], rows: Sequence[SampleRow], count: int) -> list[i
     return evenly(ranked, count)
 
 
-def _record(row: SampleRow) -> dict[str, object]:
-    record = {f.name: getattr(row, f.name) for f in fields(row)}
-    optional = {f.name: f.default for f in fields(row) if f.default is not MISSING}
+def _record(row: SampleRow) -> dict[str, Any]:
     kept = ("label", "kind")  # written always, as readers expect
-    record = {n: v for n, v in record.items() if n in kept or v != optional.get(n, MISSING)}
-    record["prompt"] = _shorten(row.prompt)
-    record["response"] = _shorten(row.response)
-    return record
+    values = {f.name: (getattr(row, f.name), f.default) for f in fields(row)}
+    record = {name: v for name, (v, default) in values.items() if name in kept or v != default}
+    return record | {"prompt": _shorten(row.prompt), "response": _shorten(row.response)}
 
 
 def _shorten(text: str) -> str:
@@ -285,7 +314,7 @@ def _row(
         kind=kind,
         trained_length=None if sample.loss_mask is None else sample.effective_response_length,
         removed=sample.remove_sample,
-        weight_versions=_ends(sample.weight_versions),
+        weight_versions=[min(held), max(held)] if (held := sample.weight_versions) else None,
         trajectory=sample.rollout_id,
         rewards=sample.reward_components or None,
         error=_error(sample),
@@ -303,10 +332,6 @@ def _prompt(sample: Sample) -> str:
     rendered = sample.metadata.get("rendered_prompt")
     prompt = rendered if isinstance(rendered, str) else sample.prompt
     return prompt if isinstance(prompt, str) else _as_json(prompt)
-
-
-def _ends(versions: list[int]) -> list[int] | None:
-    return [min(versions), max(versions)] if versions else None
 
 
 def _error(sample: Sample) -> str | None:

@@ -15,7 +15,6 @@ long run MAX_FILES are kept: the latest, and progressively fewer of older rollou
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from slime.core.types import RolloutBatch, Sample, TrainedTokens
-from slime.runlog.jsonl import append_lines, read_lines, replace_file
+from slime.runlog.jsonl import LogErrors, append_lines, read_lines, replace_file
 
 TOKENS_FOLDER = "tokens"
 VOCABULARY_FILE = "vocabulary.jsonl"
@@ -37,7 +36,6 @@ _MAX_DIGITS = 9  # of a token id
 _PROMPT_SHARE = 512
 TRAINER_SUFFIX = ".trainer"
 
-logger = logging.getLogger(__name__)
 Decode = Callable[[list[int]], list[str]]
 
 
@@ -148,22 +146,18 @@ class TokenLog:
     def __init__(self, run_dir: str | Path, max_files: int = MAX_FILES) -> None:
         self._folder, self._max_files = Path(run_dir) / TOKENS_FOLDER, max_files
         self._known: set[int] | None = None  # ids in the vocabulary file
-        self._failed = False
+        self._errors = LogErrors("the tokens of samples are not written any more: %s")
 
     def write(self, name: str, samples: list[TokenColumns], decode: Decode | None = None) -> None:
         """Write `rollout_0000012` or another file; `decode` gives the texts of ids."""
         if not samples:
             return
-        try:
+        with self._errors.warned_once():
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_file(self._folder / f"{name}.safetensors", save(_joined(samples)))
             if decode is not None:
                 self._add_words(samples, decode)
             self._thin_out(name.split("_")[0], trainer=name.endswith(TRAINER_SUFFIX))
-        except OSError as error:
-            if not self._failed:
-                logger.warning("the tokens of samples are not written any more: %s", error)
-            self._failed = True
 
     def _thin_out(self, kind: str, *, trainer: bool) -> None:
         """Delete every second file of the older half once there are too many."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
@@ -17,12 +18,11 @@ from slime.config.env import read_env
 from slime.core.errors import ConfigError, UserError
 from slime.runlog.earlier_runs import METRICS_FILE
 from slime.runlog.jsonl import (
+    LogErrors,
+    LogWrites,
     append_lines,
-    drop_partial_line,
-    dump_line,
     keep_lines,
     read_lines,
-    write_whole,
 )
 from slime.runlog.sample_log import SAMPLES_FILE
 from slime.runlog.sample_table import cut_table
@@ -111,25 +111,19 @@ class _Sink(Protocol):
 
 
 class _JsonlSink:
+    """Each line is on disk when `write` returns, except on a full disk: then it waits for room."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._open()
-
-    def _open(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        drop_partial_line(self._path)
-        # One write per line: nothing waits in a buffer.
-        self._file = self._path.open("ab", buffering=0)
+        self._writes = LogWrites("metrics cannot be written yet: %s")
+        self._writes.add(partial(append_lines, path, []))  # live pages find runs by this file
 
     def write(self, values: Mapping[str, float | None], rollout_id: int, kind: str) -> None:
         record = {"rollout_id": rollout_id, "kind": kind, "time": time.time(), **values}
-        if not self._path.exists():  # deleted by somebody: continue in a new file
-            self._file.close()
-            self._open()
-        write_whole(self._file, dump_line(record))
+        self._writes.add(partial(append_lines, self._path, [record]))
 
     def close(self) -> None:
-        self._file.close()
+        self._writes.flush()
 
 
 class _TensorBoardSink:
@@ -141,14 +135,17 @@ class _TensorBoardSink:
         folder = Path(args.tb_project_name or run_dir / "tensorboard")
         folder = folder / (args.tb_experiment_name or run_dir.name)
         self._writer = SummaryWriter(str(folder), purge_step=next_rollout_id)
+        self._errors = LogErrors("TensorBoard's files are not written any more: %s")
 
     def write(self, values: Mapping[str, float | None], rollout_id: int, kind: str) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, math.nan if value is None else value, rollout_id)
-        self._writer.flush()
+        with self._errors.warned_once():
+            for name, value in values.items():
+                self._writer.add_scalar(name, math.nan if value is None else value, rollout_id)
+            self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        with self._errors.warned_once():
+            self._writer.close()
 
 
 class _WandbSink:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from slime.core.errors import UserError
-from slime.serving.servers import ServerProcess
+from slime.serving.servers import START_TIMEOUT_S, ServerProcess, StartError, wait_for_port
 from slime.utils.sync_http import HttpError, post_json
 
 _CONCURRENCY = 64
-_START_TIMEOUT_S = 3600.0  # reading a large model from a slow disk
 _STOP_TIMEOUT_S = 30
-_POLL_S = 0.05
 
 
 def generate_texts(
@@ -44,7 +40,7 @@ def generate_texts(
 
 
 @contextmanager
-def _engine(model: Path, *, start_timeout_s: float = _START_TIMEOUT_S) -> Iterator[tuple[str, str]]:
+def _engine(model: Path, *, start_timeout_s: float = START_TIMEOUT_S) -> Iterator[tuple[str, str]]:
     """Yield URL and key of an engine on a free port of this machine."""
     token = secrets.token_urlsafe(24)
     with tempfile.TemporaryDirectory() as folder:
@@ -53,16 +49,11 @@ def _engine(model: Path, *, start_timeout_s: float = _START_TIMEOUT_S) -> Iterat
         command += ["--host", "127.0.0.1", "--port", "0", "--port-file", str(port_file)]
         process = ServerProcess(command, Path(folder) / "log", {"SLIME_ENGINE_TOKEN": token})
         try:
-            deadline = time.monotonic() + start_timeout_s
-            while not port_file.exists():
-                ended = process.status() is not None
-                if ended or time.monotonic() > deadline:
-                    why = (
-                        "did not start" if ended else f"was not ready after {start_timeout_s:.0f} s"
-                    )
-                    last_line = process.last_lines(1) or "no output"
-                    raise UserError(f"the engine for {model} {why}: {last_line}")
-                time.sleep(_POLL_S)
-            yield f"http://127.0.0.1:{json.loads(port_file.read_text())['port']}", token
+            try:
+                port = wait_for_port(process, port_file, start_timeout_s)
+            except StartError as error:
+                last_line = process.last_lines(1) or "no output"
+                raise UserError(f"the engine for {model} {error}: {last_line}") from None
+            yield f"http://127.0.0.1:{port}", token
         finally:
             process.stop(_STOP_TIMEOUT_S)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -31,9 +32,10 @@ from slime.weights.engine_client import retry_flush
 _STOP_TIMEOUT_S = 10
 _LAST_LINES = 15
 _TAIL_BYTES = 65536
-_START_TIMEOUT_S = 3600.0  # reading hundreds of gigabytes from a slow disk, and capturing graphs
+START_TIMEOUT_S = 3600.0  # reading hundreds of gigabytes from a slow disk, and capturing graphs
 _SILENT_TIMEOUT_S = 600.0  # a server that makes progress writes to its log
 _POLL_S = 0.5
+_PORT_POLL_S = 0.05
 _MEMORY_TIMEOUT_S = 2.0
 _FLUSH_TIMEOUT_S = 60.0
 _PROBE_TIMEOUT_S = 120.0
@@ -114,6 +116,18 @@ class StartError(Exception):
     """Why a server did not start; the message completes a sentence about the server."""
 
 
+def wait_for_port(process: ServerProcess, port_file: Path, timeout_s: float) -> int:
+    """Return the port that an embedded engine writes once it answers; raise StartError if it never does."""
+    started = time.monotonic()
+    while not port_file.exists():
+        if (status := process.status()) is not None:
+            raise StartError(f"ended with status {status}")
+        if time.monotonic() - started > timeout_s:
+            raise StartError(f"was not ready after {timeout_s:.0f} s")
+        time.sleep(_PORT_POLL_S)
+    return json.loads(port_file.read_text())["port"]
+
+
 def wait_until_ready(
     url: str,
     *,
@@ -122,7 +136,7 @@ def wait_until_ready(
     ended: Callable[[], int | None],
     owns_port: Callable[[int], bool],
     key: str | None,
-    start_timeout_s: float = _START_TIMEOUT_S,
+    start_timeout_s: float = START_TIMEOUT_S,
     silent_timeout_s: float = _SILENT_TIMEOUT_S,
 ) -> None:
     """Return once the started server answers; raise StartError if it exits, stops logging or times out.

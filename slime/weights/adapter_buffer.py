@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from slime.config.peft_files import PEFT_PREFIX
-from slime.core.errors import WeightSyncError
 from slime.utils.concurrency import call_all
 from slime.utils.device import current_device
 from slime.utils.sync_http import HttpError
@@ -26,6 +25,7 @@ from slime.weights.buckets import TensorMetadata, dtype_name
 from slime.weights.checksum import RunningChecksums, format_checksum
 from slime.weights.engine_client import EngineClient, transfer_timeout_s
 from slime.weights.ipc import BufferHandle, SharedBuffer, finish_reading, release_export
+from slime.weights.transport import naming
 
 _ROUTE = "/load_lora_adapter_from_tensors"
 _UNKNOWN = 409  # the engine has no such buffer
@@ -112,14 +112,14 @@ class AdapterBuffer:
             body |= {"load_format": "slime_shm", "config_dict": self._config}
             handle = self._handles[engine.url] = self._shared.export()
             body |= {"metadata": self._metadata, "handle": handle}
-        try:
-            return engine.post(_ROUTE, body, transfer_timeout_s(self.nbytes))
-        except HttpError as error:
-            if is_open and error.status == _UNKNOWN:
-                self._forgotten.add(engine.url)
-                raise BufferUnknown from None
-            text = f"adapter {self._name} did not arrive: engine {engine.url}: {error}"
-            raise WeightSyncError(text) from error
+        with naming(f"adapter {self._name}", engine):
+            try:
+                return engine.post(_ROUTE, body, transfer_timeout_s(self.nbytes))
+            except HttpError as error:
+                if is_open and error.status == _UNKNOWN:
+                    self._forgotten.add(engine.url)
+                    raise BufferUnknown from None
+                raise
 
 
 def _facts(adapter: AdapterUpdate) -> tuple[Any, ...]:

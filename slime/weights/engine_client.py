@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.core.types import EngineInfo
 from slime.utils.engine_keys import remember_key
 from slime.utils.sync_http import Call, HttpError, JsonClient, get_json
 
+if TYPE_CHECKING:
+    from slime.config.arguments import Args
+
+PAUSE_MODE = "retract"  # what running requests do is in sync.py
 _CONTROL_TIMEOUT_S = 120.0
 _FLUSH_TIMEOUT_S = 30.0
 _FLUSH_PAUSE_S = 0.05
@@ -30,6 +34,13 @@ class LivenessProbe:
 
     interval_s: float = 30.0
     timeout_s: float = 30.0
+
+    @classmethod
+    def of(cls, args: Args) -> LivenessProbe:
+        return cls(
+            interval_s=args.rollout_health_check_interval,
+            timeout_s=args.rollout_health_check_timeout,
+        )
 
     def check(self, url: str) -> None:
         """Raise HttpError unless the server at `url` answers."""
@@ -96,16 +107,16 @@ class EngineClient:
     def url(self) -> str:
         return self.info.url
 
-    def start_session(self, pause_mode: str) -> Callable[[], None]:
+    def start_session(self) -> Callable[[], None]:
         """Pause generation and open an update session."""
         if self.info.kind == "sglang":
-            self.post("/pause_generation", {"mode": pause_mode})
+            self.post("/pause_generation", {"mode": PAUSE_MODE})
             self._begin = self._start("POST", "/begin_weight_update", {})
             self._finish_begin()
             return lambda: None
-        pause = self._start("POST", "/pause_generation", {"mode": pause_mode})
+        pause = self.start_pause(PAUSE_MODE)
         self._begin = self._start("POST", "/begin_weight_update", {})
-        waits = {"pause": partial(self._result, pause), "begin": self._finish_begin}
+        waits = {"pause": pause, "begin": self._finish_begin}
 
         def finish() -> None:
             self._wait_all(waits)
@@ -163,12 +174,6 @@ class EngineClient:
         reply = self._result(self._start_checksums())
         return [_rank_checksums(rank) for rank in reply["ranks"]]
 
-    def server_info(self) -> dict[str, Any]:
-        return self.get("/server_info")
-
-    def architectures(self) -> list[str] | None:
-        return self.get("/model_info").get("architectures")
-
     def start_pause(self, mode: str) -> Callable[[], None]:
         """Pause generation; `mode` decides what happens to running requests."""
         return partial(self._result, self._start("POST", "/pause_generation", {"mode": mode}))
@@ -176,6 +181,9 @@ class EngineClient:
     def start_resume(self) -> Callable[[], None]:
         """Continue generation."""
         return partial(self._result, self._start("POST", "/continue_generation", {}))
+
+    def get(self, route: str) -> Any:
+        return self._result(self._start("GET", route))
 
     def post(self, route: str, payload: dict[str, Any], timeout: float = _CONTROL_TIMEOUT_S) -> Any:
         return self._result(self._start("POST", route, payload, timeout=timeout))
@@ -235,9 +243,6 @@ class EngineClient:
 
     def _version(self, call: Call) -> str:
         return str(self._result(call)["weight_version"])
-
-    def get(self, route: str) -> Any:
-        return self._result(self._start("GET", route))
 
     def _wait_all(self, waits: dict[str, Callable[[], Any]]) -> dict[str, Any]:
         """Return every reply; raise the first failure once all others have been waited for."""

@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from slime.config.checks.file_checks import file_shapes, weight_files
 from slime.core.errors import UserError
 from slime.data.tokenizer import load_hf_config
+from slime.runlog.jsonl import replace_file
 from slime.weights.buckets import hf_views
 from slime.weights.fp8_format import (
     Choice,
@@ -154,7 +155,7 @@ def convert_to_fp8(
     _copy_rest(source, target)
     kept = _kept_modules(files)
     config["quantization_config"] = declaration(layout, kept)
-    _replace(target / "config.json", json.dumps(config, indent=2) + "\n")
+    replace_file(target / "config.json", json.dumps(config, indent=2).encode() + b"\n")
     (target / _SETTINGS).unlink()
 
 
@@ -299,14 +300,10 @@ def _convert(source: Path, target: Path, layout: Fp8Format, *, split: bool) -> N
 
 
 def _write_index(target: Path, files: list[Path]) -> None:
-    weight_map, total = {}, 0
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                weight_map[name] = path.name
-        total += path.stat().st_size
+    weight_map = {name: path.name for path in files for name in file_shapes(path, "--save-dir")}
+    total = sum(path.stat().st_size for path in files)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    _replace(target / _INDEX, json.dumps(index, indent=2) + "\n")
+    replace_file(target / _INDEX, json.dumps(index, indent=2).encode() + b"\n")
 
 
 def _copy_rest(source: Path, target: Path) -> None:
@@ -317,18 +314,10 @@ def _copy_rest(source: Path, target: Path) -> None:
 
 def _kept_modules(files: list[Path]) -> list[str]:
     """Return the linear layers that are not quantized; embeddings do not count."""
-    kept = set()
+    kept = {"lm_head"}
     for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                dimensions = len(file.get_slice(name).get_shape())
-                linear = dimensions == 2 and name.endswith(".weight") and "embed" not in name
-                if linear and not is_quantized(name, dimensions):
-                    kept.add(name.removesuffix(".weight"))
-    return sorted(kept | {"lm_head"})
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
+        for name, shape in file_shapes(path, "--model-dir").items():
+            linear = len(shape) == 2 and name.endswith(".weight") and "embed" not in name
+            if linear and not is_quantized(name, len(shape)):
+                kept.add(name.removesuffix(".weight"))
+    return sorted(kept)

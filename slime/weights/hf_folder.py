@@ -16,13 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from slime.runlog.export_folder import (
-    MARKER,
-    ExportInfo,
-    begin_export,
-    commit_export,
-    discard_export,
-)
+from slime.runlog.export_folder import MARKER, ExportInfo, new_export
 from slime.utils.concurrency import call_all
 from slime.weights.buckets import Bucket, HFTensors
 from slime.weights.engine_client import EngineClient
@@ -68,15 +62,11 @@ def new_hf_folder(
 
     With `quantized` the weights are in the format of `source`; otherwise its declaration is removed.
     """
-    try:
-        files = WeightFiles(begin_export(path), Path(source))
+    with new_export(path, info) as folder:
+        files = WeightFiles(folder, Path(source))
         yield files
         files.write_index()
-        _correct_config(files.folder / "config.json", dtype, quantized=quantized)
-        commit_export(path, info or ExportInfo())
-    except BaseException:
-        discard_export(path)
-        raise
+        _correct_config(folder / "config.json", dtype, quantized=quantized)
 
 
 class DiskTransport(WeightTransport):

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -33,10 +34,10 @@ from slime.config.peft_files import (
     peft_modules,
 )
 from slime.core.errors import ConfigError, UserError
-from slime.runlog.export_folder import ExportInfo, begin_export, commit_export, discard_export
+from slime.runlog.export_folder import ExportInfo, new_export
 from slime.weights.buckets import HFTensors, NamedTensor, hf_views, merge_adapter
 from slime.weights.fp8 import dequantized
-from slime.weights.fp8_format import Fp8Format, format_of, refuse_unreadable
+from slime.weights.fp8_format import format_of, refuse_unreadable
 from slime.weights.hf_folder import new_hf_folder
 
 
@@ -49,15 +50,10 @@ def write_peft_folder(
     """
     tensors = {PEFT_PREFIX + name: tensor.cpu().contiguous() for name, tensor in named}
     modules = [n.removeprefix(PEFT_PREFIX).removesuffix(LORA_A) for n in tensors if LORA_A in n]
-    try:
-        folder = begin_export(path)
+    with new_export(path, info) as folder:
         text = json.dumps(config.to_peft(base, modules), indent=2) + "\n"
         (folder / CONFIG_FILE).write_text(text)
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        commit_export(path, info or ExportInfo())
-    except BaseException:
-        discard_export(path)
-        raise
 
 
 def initial_a(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
@@ -159,20 +155,22 @@ def merge_lora(base: str, adapter: str, output: str) -> int:
             raise ConfigError(f"--output-dir {output} is the folder of {flag}: name a new one")
     config = LoraConfig.read(adapter, "--adapter")
     named = adapter_modules(Path(adapter), "--adapter")
-    files, fp8 = _base_files(base), _base_format(base)
+    files = _base_files(base)
+    fields = json.loads((Path(base) / "config.json").read_text())
+    refuse_unreadable(Path(base), fields)
+    fp8 = format_of(fields)
     shapes = decoder_shapes(base, "--base")
     _refuse_misfits(config, adapter, named, shapes)
     bound = bound_modules(named, config.target_modules)
     own = dict(by_modules(read_peft_weights(adapter), bound, config))
     fused = {n: t for n, t in own.items() if n.removesuffix(LORA_A).removesuffix(LORA_B) in shapes}
     others = [(name, tensor) for name, tensor in own.items() if name not in fused]
-    model_type = json.loads((Path(base) / "config.json").read_text()).get("model_type", "")
-    tensors = {**fused, **dict(by_weights(others, model_type))}
+    tensors = {**fused, **dict(by_weights(others, fields.get("model_type", "")))}
     modules = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
     stored = {_module_of(name) for file in files for name in file_shapes(file, "--base")}
     if absent := [module for module in modules if module not in stored]:
         raise ConfigError(f"--adapter {adapter}: --base has no weight of {absent[0]}")
-    dtype = _dtype_of(modules[0], files) if fp8 is None else _declared_dtype(base)
+    dtype = _dtype_of(modules[0], files) if fp8 is None else _declared_dtype(fields)
     for name, tensor in tensors.items():
         if not tensor.float().isfinite().all():
             raise ConfigError(f"--adapter {adapter}: {name} holds values that are not finite")
@@ -212,15 +210,8 @@ def _refuse_misfits(
     refuse_other_base(adapter_shapes(Path(adapter), "--adapter"), wanted, adapter, "--base")
 
 
-def _base_format(base: str) -> Fp8Format | None:
-    fields = json.loads((Path(base) / "config.json").read_text())
-    refuse_unreadable(Path(base), fields)
-    return format_of(fields)
-
-
-def _declared_dtype(base: str) -> torch.dtype:
-    """Return the dtype that an FP8 checkpoint declares for its other weights."""
-    fields = json.loads((Path(base) / "config.json").read_text())
+def _declared_dtype(fields: dict[str, Any]) -> torch.dtype:
+    """Return the dtype that the config.json of an FP8 checkpoint declares for its other weights."""
     declared = getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype")), None)
     return declared if isinstance(declared, torch.dtype) else torch.bfloat16
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slime.config.env import read_env
-from slime.core.errors import WeightSyncError
 from slime.core.types import EngineInfo, SyncReport
 from slime.utils.addresses import own_host
 from slime.utils.concurrency import call_all
@@ -29,11 +28,17 @@ from slime.utils.sync_http import HttpError
 from slime.weights.adapter_buffer import AdapterBuffer, BufferUnknown
 from slime.weights.adapter_update import AdapterUpdate, check_adapters
 from slime.weights.distributed_transport import DistributedTransport
-from slime.weights.engine_client import EngineClient, LivenessProbe, transfer_timeout_s
+from slime.weights.engine_client import (
+    PAUSE_MODE,
+    EngineClient,
+    LivenessProbe,
+    transfer_timeout_s,
+)
 from slime.weights.ipc import collect_exports
 from slime.weights.lora import write_peft_folder
 from slime.weights.sglang_lora import SGLangAdapters
 from slime.weights.sync import gather_from_ranks, on_all_ranks, own_rank, serving_rank
+from slime.weights.transport import naming
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -64,11 +69,10 @@ class AdapterSync:
         keep_buffer: bool = True,
         group: DistributedTransport | None = None,
         sends_base: bool = False,
-        pause_mode: str = "retract",
         probe: LivenessProbe | None = None,
     ) -> None:
         self._token, self._folder, self._keep_folders = token, folder, keep_folders
-        self._group, self._pause_mode = group, pause_mode
+        self._group = group
         self._probe = probe or LivenessProbe()
         self._rank_devices: list[str] = []
         self._sends_base = sends_base
@@ -164,7 +168,7 @@ class AdapterSync:
         `slime/rollout/sampling.py` sends aborted requests again.
         """
         try:
-            return engine.start_pause("abort" if engine.info.kind == "sglang" else self._pause_mode)
+            return engine.start_pause("abort" if engine.info.kind == "sglang" else PAUSE_MODE)
         except HttpError as error:
             failure = error  # raised with those of the other engines
 
@@ -266,11 +270,8 @@ def _folder_of(folder: str, version: int) -> Path:
 
 
 def _load_folder(engine: EngineClient, body: dict[str, Any], adapter: AdapterUpdate) -> Any:
-    try:
+    with naming(f"adapter {adapter.name}", engine):
         return engine.post("/load_lora_adapter", body, transfer_timeout_s(adapter.nbytes))
-    except HttpError as error:
-        text = f"adapter {adapter.name} did not arrive: engine {engine.url}: {error}"
-        raise WeightSyncError(text) from error
 
 
 def make_adapter_sync(args: Args) -> AdapterSync:
@@ -285,8 +286,5 @@ def make_adapter_sync(args: Args) -> AdapterSync:
         if transport == "distributed"
         else None,
         sends_base=bool(args.ref_load) or args.rollout_external,
-        probe=LivenessProbe(
-            interval_s=args.rollout_health_check_interval,
-            timeout_s=args.rollout_health_check_timeout,
-        ),
+        probe=LivenessProbe.of(args),
     )

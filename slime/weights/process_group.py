@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -70,21 +72,22 @@ def serve_store(host: str, world_size: int) -> tuple[TCPStore, str]:
     return store, f"tcp://{host}:{port}"
 
 
-class _unbound_default_group:
+@contextmanager
+def _unbound_default_group() -> Iterator[None]:
     """Unbind the default group from its GPU inside the `with`.
 
     NCCL would otherwise create the new group by splitting the default one, which has other members.
     """
-
-    def __enter__(self) -> None:
-        self._group = dist.group.WORLD if dist.is_initialized() else None
-        self._device = self._group.bound_device_id if self._group is not None else None
-        if self._group is not None and self._device is not None:
-            self._group.bound_device_id = None
-
-    def __exit__(self, *_: object) -> None:
-        if self._group is not None and self._device is not None:
-            self._group.bound_device_id = self._device
+    group = dist.group.WORLD if dist.is_initialized() else None
+    device = group.bound_device_id if group is not None else None
+    if group is None or device is None:
+        yield
+        return
+    group.bound_device_id = None
+    try:
+        yield
+    finally:
+        group.bound_device_id = device
 
 
 class Rendezvous:

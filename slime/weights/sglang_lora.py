@@ -27,11 +27,11 @@ from slime.config.checks.file_checks import weight_shapes
 from slime.config.peft_files import CONFIG_FILE, LORA_A, LORA_B, PEFT_PREFIX
 from slime.core.errors import WeightMismatchError, WeightSyncError
 from slime.utils.concurrency import call_all
-from slime.utils.sync_http import HttpError
 from slime.weights.buckets import NamedTensor
 from slime.weights.engine_client import EngineClient, transfer_timeout_s
 from slime.weights.lora import write_peft_folder
 from slime.weights.sglang_transport import serialize
+from slime.weights.transport import naming
 
 if TYPE_CHECKING:
     from slime.weights.adapter_update import AdapterUpdate
@@ -71,7 +71,7 @@ class SGLangAdapters:
 
     def _load_one(self, engine: EngineClient, payload: str | None) -> None:
         name = self._adapter.name
-        try:
+        with naming(f"adapter {name}", engine):
             self._check_server(engine)
             if name in _loaded(engine):
                 engine.update("/unload_lora_adapter", {"lora_name": name})
@@ -81,9 +81,6 @@ class SGLangAdapters:
             version = {"new_version": str(self._version), "abort_all_requests": False}
             engine.update("/update_weight_version", version)
             held = engine.start_commit(with_checksums=False)()
-        except HttpError as error:
-            text = f"adapter {name} did not arrive: engine {engine.url}: {error}"
-            raise WeightSyncError(text) from error
         if name not in (reply.get("loaded_adapters") or {}):
             raise WeightMismatchError(f"engine {engine.url} does not report {name}: {reply}")
         if held.version != str(self._version):
@@ -104,7 +101,7 @@ class SGLangAdapters:
 
     def _check_server(self, engine: EngineClient) -> None:
         """Refuse a server that would drop part of the adapter; warn if it compares no checksums."""
-        server, adapter = engine.server_info(), self._adapter
+        server, adapter = engine.get("/server_info"), self._adapter
         if not server.get("enable_lora"):
             raise WeightSyncError(
                 f"engine {engine.url} serves no adapters: start it with --enable-lora"

@@ -25,7 +25,7 @@ from slime.weights.transport import (
     PendingCall,
     WeightSyncError,
     WeightTransport,
-    naming_bucket,
+    naming,
     wait_acknowledged,
 )
 
@@ -53,7 +53,7 @@ class SGLangTensorTransport(WeightTransport):
         self._shared, self._index = shared, bucket.index
         for engine in self._engines:
             body = _payload(named, num_ranks=len(engine.info.device_ids), version=self._version)
-            with naming_bucket(bucket.index, engine):
+            with naming(f"bucket {bucket.index}", engine):
                 update = engine.start_update(_ROUTE, body, nbytes=bucket.nbytes)
             self._calls.append((engine, update))
 

@@ -60,10 +60,7 @@ def make_weight_sync(args: Args) -> WeightSync:
         token=read_env().engine_token,
         verify=args.check_weight_update_equal,
         model=_model_facts(args),
-        probe=LivenessProbe(
-            interval_s=args.rollout_health_check_interval,
-            timeout_s=args.rollout_health_check_timeout,
-        ),
+        probe=LivenessProbe.of(args),
     )
 
 
@@ -102,13 +99,12 @@ class WeightSync:
         *,
         token: str | None,
         verify: bool = True,
-        pause_mode: str = "retract",
         model: ModelFacts | None = None,
         probe: LivenessProbe | None = None,
     ) -> None:
         """`model.fp8` is the FP8 format in which engines hold matrices, if they do."""
         self.transport, self._model = transport, model or ModelFacts()
-        self._token, self._verify, self._pause_mode = token, verify, pause_mode
+        self._token, self._verify = token, verify
         self._probe = probe or LivenessProbe()
         self._rank_devices: list[str] = []
         remove_stale_segments()
@@ -195,7 +191,7 @@ class WeightSync:
         """Start opening sessions; return the functions that wait until the engines are ready."""
         sessions: list[Callable[[], None]] = []
         if own_rank() == 0:
-            sessions = call_all(clients, lambda engine: engine.start_session(self._pause_mode))
+            sessions = call_all(clients, EngineClient.start_session)
             sglang = [engine for engine in clients if engine.info.kind == "sglang"]
             if self._verify and sglang:
                 self._sglang = SGLangCheck(sglang, self._model)

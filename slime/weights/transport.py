@@ -70,7 +70,7 @@ def wait_acknowledged(index: int, calls: list[PendingCall]) -> None:
     errors: list[WeightSyncError] = []
     for engine, finish in calls:
         try:
-            with naming_bucket(index, engine):
+            with naming(f"bucket {index}", engine):
                 finish()
         except WeightSyncError as error:
             errors.append(error)
@@ -79,12 +79,12 @@ def wait_acknowledged(index: int, calls: list[PendingCall]) -> None:
 
 
 @contextmanager
-def naming_bucket(index: int, engine: EngineClient) -> Iterator[None]:
-    """Raise HTTP errors as a WeightSyncError that names bucket and engine."""
+def naming(sent: str, engine: EngineClient) -> Iterator[None]:
+    """Raise HTTP errors as a WeightSyncError that names engine and what was sent, such as "bucket 3"."""
     try:
         yield
     except HttpError as error:
-        text = f"bucket {index} did not arrive: engine {engine.url}: {error}"
+        text = f"{sent} did not arrive: engine {engine.url}: {error}"
         raise WeightSyncError(text) from error
 
 
@@ -171,7 +171,7 @@ class TensorTransport(WeightTransport):
         calls = self._in_flight[packed.index] = []
         for engine, handle in zip(self._engines, handles, strict=True):
             payload = _payload(handle, packed.metadata, self._version)
-            with naming_bucket(packed.index, engine):
+            with naming(f"bucket {packed.index}", engine):
                 update = engine.start_update(_ROUTE, payload, nbytes=packed.nbytes)
             calls.append((engine, update))
 

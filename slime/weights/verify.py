@@ -116,7 +116,8 @@ class SGLangCheck:
 
     def __init__(self, engines: list[EngineClient], model: ModelFacts) -> None:
         def sharding(engine: EngineClient) -> Sharding | None:
-            return sharding_of(engine.server_info(), engine.architectures(), model)
+            architectures = engine.get("/model_info").get("architectures")
+            return sharding_of(engine.get("/server_info"), architectures, model)
 
         self._engines, self._fp8 = engines, model.fp8
         self._shardings = call_all(engines, sharding)

@@ -9,7 +9,7 @@ import ray
 
 from slime.diagnosis.stall import PhaseDeadline
 from slime.ray.remote import Remote
-from slime.ray.watch import LostError, Member, Watch
+from slime.ray.watch import LostError, Member, StallError, Watch
 from tests.args import make_args
 
 
@@ -48,3 +48,12 @@ def test_the_owner_of_lost_rows_is_named(local_ray, tmp_path):
     with pytest.raises(LostError, match=rf"^rollout manager \(pid {place.pid} on \S+\) died: "):
         while time.monotonic() < deadline:  # the rows stay readable until Ray has seen the death
             watch.get([reader.call(lambda reader: reader.read(rows))], members[1:])
+
+
+def test_a_stall_is_described_even_if_its_file_cannot_be_written(local_ray, tmp_path):
+    args = make_args(run_dir=str(tmp_path / "removed"))
+    deadline = PhaseDeadline(args)
+    deadline.limits = {"train": 0.0, "log_probs": 60.0}
+    watch = Watch(args, deadline, print)
+    with deadline.enter("train"), pytest.raises(StallError, match=r"(?s)^train has .*stall\.txt: "):
+        watch.check()

@@ -13,11 +13,9 @@ from safetensors.torch import load_file
 from slime.runlog.export_folder import (
     MARKER,
     ExportInfo,
-    begin_export,
-    commit_export,
-    discard_export,
     export_info,
     mark_outdated,
+    new_export,
     recover_export,
 )
 from slime.weights.hf_folder import write_hf_folder
@@ -25,10 +23,9 @@ from tests.killed import killed_at_each_change
 
 
 def export(path: Path, rollout_id: int) -> None:
-    folder = begin_export(path)
-    (folder / "config.json").write_text(f'{{"rollout": {rollout_id}}}')
-    (folder / "model.safetensors").write_text(str(rollout_id))
-    commit_export(path, ExportInfo(rollout_id=rollout_id, run_dir="/runs/a"))
+    with new_export(path, ExportInfo(rollout_id=rollout_id, run_dir="/runs/a")) as folder:
+        (folder / "config.json").write_text(f'{{"rollout": {rollout_id}}}')
+        (folder / "model.safetensors").write_text(str(rollout_id))
 
 
 def holds(path: Path) -> int | None:
@@ -161,7 +158,6 @@ def test_the_marker_of_the_origin_is_not_taken_for_the_exports(tmp_path):
         assert info is None or info == ExportInfo()
         shutil.rmtree(path, ignore_errors=True)
     assert export_info(path) == ExportInfo()
-    discard_export(path)
 
 
 def test_folders_of_the_user_beside_an_export_are_left_alone(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -190,6 +191,23 @@ def test_an_empty_key_signs_nothing(tmp_path, home):
     file.write_bytes(hmac.digest(b"", content, "sha256") + content)
     with pytest.raises(UserError, match="is damaged"):
         python_functions.load(tmp_path)
+
+
+def test_a_full_disk_leaves_the_files_of_a_run_that_is_taken_over(tmp_path):
+    run = make_run(tmp_path / "other", {"rm_type": "math"})
+    python_functions.store(python_functions.make_functions(len, None), run)
+    files = [run / "config.yaml", run / "functions.pkl"]
+    before = [file.read_bytes() for file in files]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            own_config.adopt_config(run)
+        with pytest.raises(OSError):
+            python_functions.adopt(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [file.read_bytes() for file in files] == before
 
 
 def test_a_signed_config_is_no_signed_pickle(tmp_path):

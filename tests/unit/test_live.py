@@ -10,7 +10,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from slime.runlog.format import duration, number, sparkline
+from slime.runlog.format import count, duration, number, sparkline
 from slime.runlog.logging import setup_logging
 from slime.runlog.recorder import LiveDisplay, RunConsole
 from tests.args import make_args
@@ -176,3 +176,9 @@ def test_sparkline_rises_with_its_values():
     assert line[0] < line[1] < line[2]
     assert len(sparkline([float(i) for i in range(1000)], width=20)) == 20
     assert sparkline([]) == ""
+
+
+def test_counts_have_no_exponent():
+    """999,999 rounded to three digits is 1e+03 thousand."""
+    shown = {9_999: "9,999", 12_345: "12.3k", 999_499: "999k", 999_999: "1M", 999_999_999: "1B"}
+    assert {value: count(value) for value in shown} == shown

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from slime.runlog.format import score
 from slime.runlog.report import write_report
 from slime.runlog.report.charts import smooth, thin
 from slime.runlog.run_folder import read_run
-from slime.runlog.sample_log import SampleRow, append_samples
+from slime.runlog.sample_log import append_samples
 from slime.runlog.tracking import cut_back
-from tests.synthetic_run import write_run
+from tests.synthetic_run import make_row, write_run
 
 _VOID = {"meta", "input"}
 
@@ -140,25 +141,8 @@ def test_one_file_that_asks_for_nothing_else(run_dir: Path):
 def test_hostile_text_stays_text(tmp_path: Path):
     run_dir = write_run(tmp_path / "<b>run", rollouts=1)
     attack = "</td></script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;"
-    append_samples(
-        run_dir,
-        1,
-        [
-            SampleRow(
-                prompt=attack,
-                response=attack,
-                reward=1.0,
-                advantage=None,
-                status='"><script>alert(3)</script>',
-                group_index=None,
-                index=None,
-                prompt_length=1,
-                response_length=1,
-                label=attack,
-                kind=attack,
-            )
-        ],
-    )
+    row = make_row(prompt=attack, response=attack, label=attack, kind=attack, group_index=None)
+    append_samples(run_dir, 1, [replace(row, index=None, status='"><script>alert(3)</script>')])
     page = report_of(run_dir)
     assert sum(tag == "script" for tag, _ in page.tags) == 1  # the page's own
     assert not any(tag == "img" for tag, _ in page.tags)
@@ -282,10 +266,8 @@ def test_components_hook_metrics_and_errors_are_shown(run_dir: Path):
     lines.append({"rollout_id": 1, "kind": "eval", "time": 1.0, "eval/addition/reward/reward": 1.0})
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
-    row = SampleRow(
-        prompt="p", response="r", reward=0.5, advantage=0.0, status="failed", group_index=0, index=0,
-        prompt_length=1, response_length=1, rewards={"exact": 0.5}, error="reward: ValueError: no <b>",
-    )  # fmt: skip
+    error = "reward: ValueError: no <b>"
+    row = make_row(reward=0.5, status="failed", rewards={"exact": 0.5}, error=error)
     append_samples(run_dir, 99, [row])
     page = report_of(run_dir)
     charts = {

@@ -13,6 +13,7 @@ import torch
 
 from slime.core.errors import ConfigError
 from slime.runlog.jsonl import append_lines, read_lines
+from slime.runlog.live.sample_store import SampleStore
 from slime.runlog.tracking import METRICS_FILE, Tracker, cut_back, logged_rollouts
 from tests.args import make_args
 
@@ -107,20 +108,30 @@ def test_an_unfinished_evaluation_leaves_no_samples(tmp_path: Path, logged: bool
 _FULL_DISK = """
 import resource, sys
 from pathlib import Path
+from slime.core.types import Sample
 from slime.runlog.jsonl import append_lines
+from slime.runlog.sample_log import SampleLog
 from slime.runlog.tracking import Tracker
 from tests.args import make_args
 
-folder, written = Path(sys.argv[1]), []
-tracker = Tracker(make_args(), folder)
+folder = Path(sys.argv[1])
+tracker = Tracker(make_args(use_tensorboard=True), folder)
+samples = SampleLog(folder, limit=1, decode=lambda ids: ["x"] * len(ids))
 
-def log(number):
+def track(number):
     tracker.log({"train/loss": 0.5}, rollout_id=number, kind="train")
 
-def append(number):
-    append_lines(folder / "samples.jsonl", [{"rollout_id": number, "prompt": "p" * 40}])
+def sample(number):
+    fields = {"prompt": f"{number}+1=", "tokens": [1, 2], "response_length": 1, "group_index": 0}
+    rows = [Sample(index=index, **fields) for index in range(3)]
+    samples.log_scored(number, rows, [1.0] * 3)
 
-for name, write in (("metrics.jsonl", log), ("samples.jsonl", append)):
+def append(number):
+    append_lines(folder / "lines.jsonl", [{"rollout_id": number, "text": "p" * 40}])
+
+for name, write in (
+    ("metrics.jsonl", track), ("samples.jsonl", sample), ("samples.table", sample), ("lines.jsonl", append)
+):
     for number in range(10):
         if number == 4:  # a part of the next line still fits
             size = (folder / name).stat().st_size
@@ -132,10 +143,11 @@ for name, write in (("metrics.jsonl", log), ("samples.jsonl", append)):
             print(name, number)
         except OSError as error:
             assert error.filename.endswith(name), error
+tracker.close()
 """
 
 
-def test_every_line_that_was_written_without_an_error_is_there(tmp_path: Path):
+def test_a_full_disk_costs_a_run_neither_its_training_nor_its_records(tmp_path: Path):
     """The file system takes 20 more bytes, refuses twice, and has room again."""
     done = subprocess.run(
         [sys.executable, "-c", _FULL_DISK, str(tmp_path)],
@@ -143,11 +155,31 @@ def test_every_line_that_was_written_without_an_error_is_there(tmp_path: Path):
         text=True,
         check=True,
     )
-    for name in (METRICS_FILE, "samples.jsonl"):
-        told = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith(name)]
-        assert told == [0, 1, 2, 3, 6, 7, 8, 9]
-        assert [record["rollout_id"] for record in read_lines(tmp_path / name)] == told
-        assert (tmp_path / name).read_bytes().count(b"\n") == len(told)
+
+    def told(name: str) -> list[int]:
+        return [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith(name)]
+
+    for name in (METRICS_FILE, "samples.jsonl", "samples.table"):
+        assert told(name) == list(range(10))
+    assert told("lines.jsonl") == [0, 1, 2, 3, 6, 7, 8, 9]
+    for name, written in (
+        (METRICS_FILE, told(METRICS_FILE)),
+        ("samples.jsonl", [*range(10), *range(10)]),
+        ("lines.jsonl", told("lines.jsonl")),
+    ):
+        assert [record["rollout_id"] for record in read_lines(tmp_path / name)] == written
+        assert (tmp_path / name).read_bytes().count(b"\n") == len(written)
+    store = SampleStore(tmp_path)
+    store.update()
+    assert store.rows["rollout_id"].tolist() == [n for n in [*range(10)] * 2 for _ in range(3)]
+    kept = np.flatnonzero(store.rows["text"] >= 0).tolist()
+    assert len(kept) == 20 and all(store.text(row) is not None for row in kept)
+    assert {json.loads(line)["text"] for line in (tmp_path / "prompts.jsonl").open()} == {
+        f"{number}+1=" for number in range(10)
+    }
+    for warning in ("metrics cannot be written yet", "samples cannot be written yet"):
+        assert done.stderr.count(warning) == 1
+    assert done.stderr.count("TensorBoard's files are not written any more") == 1
 
 
 def test_cut_back_of_a_new_run_does_nothing(tmp_path: Path):

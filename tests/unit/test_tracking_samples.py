@@ -14,27 +14,14 @@ from slime.runlog.sample_log import (
     evenly,
     read_samples,
 )
-
-
-def make_row(group: int, index: int, reward: float | None = 0.0, **values: object) -> SampleRow:
-    fields = {
-        "prompt": "p",
-        "response": "r",
-        "reward": reward,
-        "advantage": 0.0,
-        "status": "completed",
-        "group_index": group,
-        "index": index,
-        "prompt_length": 1,
-        "response_length": 1,
-        **values,
-    }
-    return SampleRow(**fields)  # type: ignore[arg-type]
+from tests.synthetic_run import make_row
 
 
 def make_groups(num_groups: int, size: int) -> list[SampleRow]:
     """Sibling k of every group has reward k."""
-    return [make_row(g, g * size + k, float(k)) for g in range(num_groups) for k in range(size)]
+    return [
+        make_row(g, g * size + k, reward=float(k)) for g in range(num_groups) for k in range(size)
+    ]
 
 
 @pytest.mark.parametrize(("num_groups", "size"), [(16, 8), (5, 3), (100, 1), (1, 64), (3, 2)])
@@ -57,14 +44,14 @@ def test_siblings_show_the_best_and_the_worst_of_their_group():
 
 
 def test_samples_without_reward_are_kept_too():
-    rows = [make_row(0, k, None) for k in range(20)]
+    rows = [make_row(0, k, reward=None) for k in range(20)]
     assert len(choose_rows(rows, 8)) == 8
 
 
 def test_written_rows_come_back_and_long_texts_lose_their_middle(tmp_path: Path):
     text = "a" * MAX_TEXT_CHARS + "b" * 1000 + "c" * MAX_TEXT_CHARS
     append_samples(
-        tmp_path, 7, [make_row(1, 2, 0.5, response=text, label="42", status="truncated")]
+        tmp_path, 7, [make_row(1, 2, reward=0.5, response=text, label="42", status="truncated")]
     )
     [(rollout_id, row)] = read_samples(tmp_path)
     assert (rollout_id, row.index, row.reward, row.label) == (7, 2, 0.5, "42")

@@ -29,22 +29,7 @@ from slime.runlog.token_log import (
     trained_columns,
 )
 from slime.runlog.tracking import cut_back
-
-
-def make_row(group: int, index: int, **values: object) -> SampleRow:
-    fields = {
-        "prompt": f"prompt {group}",
-        "response": f"response {index}",
-        "reward": index % 2,
-        "advantage": None,
-        "status": "completed",
-        "group_index": group,
-        "index": index,
-        "prompt_length": 3,
-        "response_length": 5,
-        **values,
-    }
-    return SampleRow(**fields)  # type: ignore[arg-type]
+from tests.synthetic_run import make_row
 
 
 def make_rows(groups: int, size: int, **values: object) -> list[SampleRow]:

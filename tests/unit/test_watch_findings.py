@@ -18,7 +18,8 @@ from slime.runlog.live.metric_store import MetricStore, thinned
 from slime.runlog.live.run_view import RunView, is_lock_of
 from slime.runlog.live.sample_store import SampleStore
 from slime.runlog.recorder import LearningWarnings
-from slime.runlog.sample_log import SampleRow, append_samples
+from slime.runlog.sample_log import append_samples
+from tests.synthetic_run import make_row
 
 HEALTHY = {
     "rollout/reward_mean": 0.5,
@@ -93,17 +94,7 @@ def test_nothing_is_concluded_from_nothing(tmp_path):
 
 def write_groups(folder: Path, rewards: list[list[float]], rollout_id: int = 29) -> None:
     rows = [
-        SampleRow(
-            prompt=f"p{group}",
-            response="r",
-            reward=reward,
-            advantage=0.0,
-            status="completed",
-            group_index=group,
-            index=group * 10 + place,
-            prompt_length=1,
-            response_length=1,
-        )
+        make_row(group, group * 10 + place, reward=reward)
         for group, members in enumerate(rewards)
         for place, reward in enumerate(members)
     ]
@@ -179,13 +170,10 @@ def test_a_run_is_told_once_that_nothing_is_learned(tmp_path):
 
 def test_a_run_is_told_at_once_of_repeated_prompts(tmp_path):
     rows = [
-        SampleRow(
-            prompt=f"p{group % 3}", response="r", reward=float(place), advantage=0.0, status="completed",
-            group_index=group, index=group * 10 + place, prompt_length=1, response_length=1,
-        )
+        make_row(group, group * 10 + place, prompt=f"p{group % 3}")
         for group in range(8)
         for place in range(2)
-    ]  # fmt: skip
+    ]
     append_samples(tmp_path, 0, rows)
     (text,) = LearningWarnings(tmp_path, {}).new()
     assert "The 8 groups of rollout 0 have 3 different prompts" in text

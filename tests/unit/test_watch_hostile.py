@@ -16,9 +16,10 @@ from safetensors.numpy import save_file
 from slime.runlog.jsonl import LineTail, append_lines, read_lines
 from slime.runlog.live.sample_query import QueryError
 from slime.runlog.live.server import ANSWERS, Runs, encoded
-from slime.runlog.sample_log import SampleRow, append_samples, read_thumbnails
+from slime.runlog.sample_log import append_samples, read_thumbnails
 from slime.runlog.sample_table import SAMPLE_DTYPE, read_table
 from slime.runlog.token_log import read_tokens
+from tests.synthetic_run import make_row
 
 METRICS = [{"rollout_id": n, "kind": "train", "time": 1e9 + n, "train/loss": 0.5} for n in range(3)]
 DEEP = b"[" * 600 + b"]" * 600
@@ -27,11 +28,7 @@ DEEP = b"[" * 600 + b"]" * 600
 def make_run(folder: Path) -> Path:
     folder.mkdir(parents=True)
     append_lines(folder / "metrics.jsonl", METRICS)
-    row = SampleRow(
-        prompt="p", response="r", reward=1.0, advantage=None, status="completed",
-        group_index=0, index=0, prompt_length=1, response_length=1,
-    )  # fmt: skip
-    append_samples(folder, 0, [row])
+    append_samples(folder, 0, [make_row(response="r")])
     return folder
 
 

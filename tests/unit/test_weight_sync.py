@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from slime.weights.distributed_transport import DistributedTransport
 from slime.weights.engine_client import LivenessProbe, transfer_timeout_s
 from slime.weights.hf_folder import DiskTransport
 from slime.weights.sync import WeightSync, serving_rank
-from slime.weights.transport import TensorTransport
+from slime.weights.transport import TensorTransport, WeightTransport
 from slime.weights.verify import difference
 from tests.fakes import FakeEngine
 from tests.ranks import run_ranks
@@ -54,15 +55,17 @@ def no_segments_left():
     assert {path.name for path in ipc.SHM_DIR.glob(mine)} <= before
 
 
-@pytest.fixture(params=["tensor", "distributed", "disk"])
-def transport(request, tmp_path):
-    if request.param == "tensor":
+def make_transport(kind: str, folder: Path) -> WeightTransport:
+    if kind == "tensor":
         return TensorTransport(torch.device("cpu"))
-    if request.param == "distributed":
+    if kind == "distributed":
         return DistributedTransport(host="127.0.0.1", backend="gloo")
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text("{}")
-    return DiskTransport(tmp_path / "weights", tmp_path / "hf")
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text("{}")
+    return DiskTransport(folder / "weights", folder / "hf")
+
+
+KINDS = ["tensor", "distributed", "disk"]
 
 
 def tensor_sync(**options) -> WeightSync:
@@ -74,8 +77,9 @@ def assert_holds(engine: FakeEngine, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(engine.weights[name], tensor), name
 
 
-def test_every_transport_delivers_again_and_again(engines, transport, no_segments_left):
-    sync = WeightSync(transport, token=TOKEN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_transport_delivers_again_and_again(engines, kind, tmp_path, no_segments_left):
+    sync = WeightSync(make_transport(kind, tmp_path), token=TOKEN)
     for version in (3, 4):
         sent = weights(10 + version)
         report = sync.update(buckets(sent), [e.info for e in engines], version)
@@ -314,14 +318,12 @@ def test_no_rank_sends_before_rank_0_has_paused_all_engines():
     assert run_ranks(update_an_engine_per_rank, 2)[0] == [[True] * 3, [True] * 3]
 
 
-def test_failure_in_the_middle_names_engine_and_bucket(engines, transport, no_segments_left):
-    kind = {"TensorTransport": "tensor", "DistributedTransport": "distributed"}.get(
-        type(transport).__name__, "disk"
-    )
+@pytest.mark.parametrize("kind", KINDS)
+def test_failure_in_the_middle_names_engine_and_bucket(engines, kind, tmp_path, no_segments_left):
     route = f"/update_weights_from_{kind}"
     in_bucket_1 = list(SHAPES)[2]
     engines[1].refuse[route] = "" if kind == "disk" else json.dumps(in_bucket_1)
-    sync = WeightSync(transport, token=TOKEN)
+    sync = WeightSync(make_transport(kind, tmp_path), token=TOKEN)
     started = time.monotonic()
     with pytest.raises(WeightSyncError) as raised:
         sync.update(buckets(weights(9)), [e.info for e in engines], 7)
@@ -336,13 +338,7 @@ def test_failure_in_the_middle_names_engine_and_bucket(engines, transport, no_se
 
 @pytest.mark.parametrize("kind", ["tensor", "disk"])
 def test_an_update_after_a_failed_one_succeeds(engines, tmp_path, kind):
-    (tmp_path / "config.json").write_text("{}")
-    transport = (
-        TensorTransport(torch.device("cpu"))
-        if kind == "tensor"
-        else DiskTransport(tmp_path / "weights", tmp_path)
-    )
-    sync = WeightSync(transport, token=TOKEN)
+    sync = WeightSync(make_transport(kind, tmp_path), token=TOKEN)
     engines[0].refuse[f"/update_weights_from_{kind}"] = ""
     with pytest.raises(WeightSyncError):
         sync.update(buckets(weights(9)), [e.info for e in engines], 7)
@@ -386,12 +382,7 @@ def test_an_engine_that_is_down_is_named(engines):
 
 @pytest.mark.parametrize("kind", ["tensor", "disk"])
 def test_a_busy_engine_is_waited_for_and_a_frozen_one_is_not(engines, tmp_path, kind):
-    (tmp_path / "config.json").write_text("{}")
-    transport = (
-        TensorTransport(torch.device("cpu"))
-        if kind == "tensor"
-        else DiskTransport(tmp_path / "weights", tmp_path)
-    )
+    transport = make_transport(kind, tmp_path)
     probe = LivenessProbe(interval_s=0.1, timeout_s=20)
     sync = WeightSync(transport, token=TOKEN, probe=probe)
     thaw, route = threading.Event(), f"update_weights_from_{kind}"

@@ -79,6 +79,11 @@ def _level(value: float, notice: float, problem: float) -> str:
     return "problem" if value >= problem else "notice" if value >= notice else "fine"
 
 
+def _train_since(rollout_id: int) -> dict[str, str]:
+    """Return the query for the training samples, or groups, of this rollout and later ones."""
+    return {"dataset": "train", "rollout_id_min": str(rollout_id)}
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %" if 0 < share < 0.1 else f"{100 * share:.0f} %"
 
@@ -130,14 +135,13 @@ def equal_groups(e: Evidence) -> Finding | None:
         text += " Most are too hard for the model: easier prompts, a warm-up, or more samples per prompt."
     if level != "fine":
         text += " --dynamic-sampling-filter-path drops such groups and samples others."
-    query = {"signal": "none", "dataset": "train", "rollout_id_min": str(e.since)}
     return Finding(
         level=level,
         title=f"{_percent(share)} of the groups give no signal",
         text=text,
         metrics=[names.ZERO_STD_GROUPS],
         view="groups",
-        query=query,
+        query={"signal": "none", **_train_since(e.since)},
     )
 
 
@@ -150,7 +154,7 @@ def _constant_reward(e: Evidence, groups: np.ndarray) -> Finding:
         "be learned. Read some samples: the reward may not find the answer, or all prompts are too hard or solved.",
         metrics=[names.ZERO_STD_GROUPS, names.REWARD],
         view="samples",
-        query={"dataset": "train", "rollout_id_min": str(e.since)},
+        query=_train_since(e.since),
     )
 
 
@@ -169,7 +173,7 @@ def repeated_prompts(e: Evidence) -> Finding | None:
         text=f"The {groups} groups of rollout {rows['rollout_id'][0]} have {prompts} different prompts: the data has "
         "duplicates, or fewer rows than --rollout-batch-size.",
         view="groups",
-        query={"dataset": "train", "rollout_id_min": str(rows["rollout_id"][0])},
+        query=_train_since(rows["rollout_id"][0]),
     )
 
 
@@ -189,7 +193,7 @@ def truncated(e: Evidence) -> Finding | None:
         text=text,
         metrics=[names.TRUNCATED, names.RESPONSE_LEN],
         view="samples",
-        query={"status": "truncated", "dataset": "train", "rollout_id_min": str(e.since)},
+        query={"status": "truncated", **_train_since(e.since)},
     )
 
 
@@ -369,12 +373,7 @@ def length(e: Evidence) -> Finding | None:
         text=text,
         metrics=[names.RESPONSE_LEN],
         view="samples",
-        query={
-            "dataset": "train",
-            "sort": "response_len",
-            "order": "down",
-            "rollout_id_min": str(e.since),
-        },
+        query={**_train_since(e.since), "sort": "response_len", "order": "down"},
     )
 
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from slime.runlog.earlier_runs import METRICS_FILE
 from slime.runlog.jsonl import LineTail, parse_line
+from slime.runlog.metric_names import RECORD_KEYS, is_record
 
 MAX_POINTS = 500
 _MAX_NAMES = 10_000
-_RECORD_KEYS = ("rollout_id", "kind", "time")
 
 
 class Series:
@@ -62,7 +62,7 @@ class MetricStore:
         tables: dict[tuple[str, ...], list[list[Any]]] = {}
         for _, line in lines:
             record = parse_line(line)
-            if record is not None and _is_metrics(record):
+            if record is not None and is_record(record):
                 self.version += 1
                 record["kind"] = self.version  # the only string; replaced by the line's number
                 tables.setdefault(tuple(record), []).append(list(record.values()))
@@ -76,7 +76,7 @@ class MetricStore:
         self.last_time = last if self.last_time is None else max(self.last_time, last)
         for place, name in enumerate(names):
             known = name in self.series or len(self.series) < _MAX_NAMES
-            if known and name not in _RECORD_KEYS:
+            if known and name not in RECORD_KEYS:
                 self.series.setdefault(name, Series()).add(np.stack([*head, table[:, place]]))
 
     def values(self, name: str) -> np.ndarray:
@@ -109,7 +109,7 @@ def thinned(x: np.ndarray, y: np.ndarray, limit: int = MAX_POINTS) -> dict[str, 
     Ten points with limit 5 become five pairs: x and y are means, low and high the range of each pair.
     """
     if len(x) <= limit:
-        return {"x": x, "y": _plain(y)}
+        return {"x": x, "y": finite_or_none(y)}
     edges = np.linspace(0, len(x), limit + 1).astype(int)[:-1]
     finite = np.isfinite(y)
     counts = np.maximum(np.add.reduceat(finite.astype(float), edges), 1e-9)
@@ -120,13 +120,13 @@ def thinned(x: np.ndarray, y: np.ndarray, limit: int = MAX_POINTS) -> dict[str, 
     high = np.maximum.reduceat(np.where(finite, y, -np.inf), edges)
     return {
         "x": np.add.reduceat(x, edges) / lens,
-        "y": _plain(means),
-        "low": _plain(low),
-        "high": _plain(high),
+        "y": finite_or_none(means),
+        "low": finite_or_none(low),
+        "high": finite_or_none(high),
     }
 
 
-def _plain(values: np.ndarray) -> list[float | None]:
+def finite_or_none(values: np.ndarray) -> list[float | None]:
     return [v if ok else None for v, ok in zip(values.tolist(), np.isfinite(values), strict=True)]
 
 
@@ -143,11 +143,3 @@ def _as_float(value: Any) -> float:
         return float(value) if isinstance(value, int | float) else np.nan
     except OverflowError:
         return np.nan
-
-
-def _is_metrics(record: dict[str, Any]) -> bool:
-    """Skip lines with other types than a run writes: the folder may come from elsewhere."""
-    rollout_id, when = record.get("rollout_id"), record.get("time")
-    if type(rollout_id) is not int or not isinstance(record.get("kind"), str):
-        return False
-    return abs(rollout_id) < 2**31 and type(when) in (int, float)

@@ -79,14 +79,15 @@ class RunView:
         """Return the head of the run's page: what it is, what it learned, the latest numbers."""
         config = {name: entry["value"] for name, entry in self.config().items()}
         latest = {name: self.metrics.last(name) for name in self.metrics.series}
+        evals = names.eval_rewards(self.metrics.series)
         return {
             **self.brief(),
             "model": model_name(config.get("hf_checkpoint")),
             "layout": layout_of(config),
             "estimator": config.get("advantage_estimator"),
             "latest": latest,
-            "first": {n: _first(self.metrics, n) for n in names.eval_rewards(self.metrics.series)},
-            "evals": names.eval_rewards(self.metrics.series),
+            "first": {n: float(self.metrics.values(metric)[0]) for n, metric in evals.items()},
+            "evals": evals,
             "seconds": float(self.metrics.values(names.STEP_TIME).sum()),
             "step_seconds": _mean(self.metrics.values(names.STEP_TIME)[-10:]),
             "tokens": float(self.metrics.values(names.RESPONSE_TOKENS).sum()),
@@ -255,8 +256,8 @@ class TimelineStore:
         found = {}
         for process, spans in self.spans.items():
             first = bisect_left(spans, (start, 0.0, ""))
-            inside = [(n, s, e) for e, s, n in spans[first : first + _MAX_SPANS] if s <= end]
-            found[process] = inside
+            shown = spans[first : first + _MAX_SPANS]
+            found[process] = [(name, began, ended) for ended, began, name in shown if began <= end]
         return found
 
 
@@ -296,11 +297,6 @@ def _changed(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _first(metrics: MetricStore, dataset: str) -> float | None:
-    values = metrics.values(f"eval/{dataset}/reward")
-    return float(values[0]) if len(values) else None
 
 
 def _mean(values: Any) -> float | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.runlog.live.metric_store import finite_or_none
 from slime.runlog.live.run_view import RunView
 from slime.runlog.live.sample_query import brief
 from slime.runlog.sample_log import read_thumbnails
@@ -95,15 +96,11 @@ def _aligned(engine: TokenColumns, trainer: TokenColumns | None) -> dict[str, np
 
 def _members(run: RunView, row: int) -> list[dict[str, Any]]:
     """Return the samples of the same group, in the order of the table."""
-    rows = run.samples.rows
     groups = run.samples.groups()
     group = groups[np.searchsorted(groups["first"], row, side="right") - 1]
     first = int(group["first"])
-    return (
-        [_member(run, n) for n in range(first, first + min(int(group["size"]), _MAX_MEMBERS))]
-        if len(rows)
-        else []
-    )
+    size = min(int(group["size"]), _MAX_MEMBERS)
+    return [_member(run, row) for row in range(first, first + size)]
 
 
 def _branches(run: RunView, row: int) -> list[dict[str, Any]]:
@@ -124,5 +121,4 @@ def _member(run: RunView, row: int) -> dict[str, Any]:
 def _plain(column: Any) -> Any:
     if not isinstance(column, np.ndarray) or column.dtype.kind != "f":
         return column
-    finite = np.isfinite(column)
-    return [v if ok else None for v, ok in zip(column.tolist(), finite.tolist(), strict=True)]
+    return finite_or_none(column)

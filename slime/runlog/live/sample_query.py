@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ PAGE = 50
 _EXCERPT = 240
 _RANGES = ("reward", "advantage", "response_len", "prompt_len", "rollout_id", "oldest_version")
 _SORTS = ("rollout_id", "reward", "advantage", "response_len", "prompt_len", "trained_len")
-_GROUP_SORTS = ("rollout_id", "mean", "low", "high", "size", "failed", "truncated", "length")
+_GROUP_COLUMNS = ("rollout_id", "mean", "low", "high", "size", "failed", "truncated", "length")
 _MAX_SEARCHED = 20_000  # texts that a search reads
 _MAX_SEARCH_S = 10.0
 Query = Mapping[str, str]
@@ -33,15 +33,8 @@ def samples_page(store: SampleStore, query: Query) -> dict[str, Any]:
     chosen = _sorted(rows, chosen, query, _SORTS)
     if text := query.get("text", ""):
         chosen = _searched(store, chosen, text)
-    start = _int(query, "start", 0)
-    page = chosen[start : start + PAGE]
-    return {
-        "total": len(chosen),
-        "start": start,
-        "rows": [brief(store, int(row)) for row in page],
-        "datasets": store.names,
-        "all": len(rows),
-    }
+    page = _page(store, query, chosen, lambda row: brief(store, int(row)))
+    return {**page, "all": len(rows)}
 
 
 def groups_page(store: SampleStore, query: Query) -> dict[str, Any]:
@@ -54,15 +47,9 @@ def groups_page(store: SampleStore, query: Query) -> dict[str, Any]:
         kept &= ~without_signal(groups)
     if query.get("prompt"):
         kept &= groups["prompt"] == np.uint64(_hash(query["prompt"]))
-    chosen = _sorted(groups, np.flatnonzero(kept), query, _GROUP_SORTS)
-    start = _int(query, "start", 0)
-    return {
-        "total": len(chosen),
-        "start": start,
-        "rows": [_group(store, groups[number]) for number in chosen[start : start + PAGE]],
-        "datasets": store.names,
-        "all": len(groups),
-    }
+    chosen = _sorted(groups, np.flatnonzero(kept), query, _GROUP_COLUMNS)
+    page = _page(store, query, chosen, lambda number: _group(store, groups[number]))
+    return {**page, "all": len(groups)}
 
 
 def prompts_page(store: SampleStore, query: Query) -> dict[str, Any]:
@@ -79,17 +66,24 @@ def prompts_page(store: SampleStore, query: Query) -> dict[str, Any]:
     key = by.get(query.get("sort", "count"), counts)
     order = np.argsort(np.where(np.isfinite(key), key, -math.inf), kind="stable")
     order = order if query.get("order") == "up" else order[::-1]
-    start = _int(query, "start", 0)
-    rows = [
-        {
+
+    def prompt(n: int) -> dict[str, Any]:
+        return {
             **_group(store, groups[last[n]]),
             "times": int(counts[n]),
             "first_mean": _number(groups["mean"][first[n]]),
             "history": _history(groups, groups["prompt"][first[n]]),
         }
-        for n in order[start : start + PAGE]
-    ]
-    return {"total": len(first), "start": start, "rows": rows, "datasets": store.names}
+
+    return _page(store, query, order, prompt)
+
+
+def _page(
+    store: SampleStore, query: Query, chosen: np.ndarray, row: Callable[[int], dict[str, Any]]
+) -> dict[str, Any]:
+    start = _int(query, "start", 0)
+    rows = [row(number) for number in chosen[start : start + PAGE]]
+    return {"total": len(chosen), "start": start, "rows": rows, "datasets": store.names}
 
 
 def brief(store: SampleStore, row: int) -> dict[str, Any]:
@@ -114,11 +108,7 @@ def brief(store: SampleStore, row: int) -> dict[str, Any]:
 
 def _group(store: SampleStore, group: Any) -> dict[str, Any]:
     rows = range(int(group["first"]), int(group["first"]) + int(group["size"]))
-    found: dict[str, Any] = {
-        name: _number(group[name])
-        for name in ("rollout_id", "group", "size", "mean", "failed", "truncated", "length")
-    }
-    found["low"], found["high"] = _number(group["low"]), _number(group["high"])
+    found: dict[str, Any] = {name: _number(group[name]) for name in ("group", *_GROUP_COLUMNS)}
     found["dataset"] = store.datasets[group["dataset"]]
     found["prompt_hash"] = f"{group['prompt']:016x}"
     found["rewards"] = [_number(r) for r in store.rows["reward"][rows.start : rows.stop][:64]]

@@ -161,7 +161,6 @@ GROUP_DTYPE = np.dtype(
         ("failed", "<i4"),
         ("truncated", "<i4"),
         ("length", "<f4"),
-        ("texts", "<i4"),  # samples whose text is kept
     ]
 )
 
@@ -191,7 +190,6 @@ def _grouped(rows: np.ndarray) -> np.ndarray:
     truncated = rows["status"] == STATUSES.index("truncated")
     groups["truncated"] = np.add.reduceat(truncated.astype(np.int32), first)
     groups["length"] = np.add.reduceat(rows["response_len"], first) / groups["size"]
-    groups["texts"] = np.add.reduceat((rows["text"] >= 0).astype(np.int32), first)
     return groups
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from slime.runlog.format import number
+from slime.runlog.format import equal_ranges, number
 
 MAX_POINTS = 600
 MAX_BARS = 80
@@ -52,9 +51,7 @@ def stacked_bars(
     phases: list[tuple[int, dict[str, float]]], colors: dict[str, int], height: int
 ) -> Markup:
     """Draw seconds per phase: one bar per rollout, or per range of rollouts if there are many."""
-    count = min(len(phases), MAX_BARS)
-    edges = [round(i * len(phases) / count) for i in range(count + 1)]
-    ranges = [phases[a:b] for a, b in itertools.pairwise(edges)]
+    ranges = equal_ranges(phases, min(len(phases), MAX_BARS))
     labels = [(part[0][0], part[-1][0]) for part in ranges]
     bars = [
         {
@@ -86,8 +83,7 @@ def thin(points: list[tuple[int, float]], limit: int) -> list[tuple[float, float
     """Average equal ranges of points so that at most `limit` points remain."""
     if len(points) <= limit:
         return [(float(x), y) for x, y in points]
-    edges = [round(i * len(points) / limit) for i in range(limit + 1)]
-    ranges = [points[a:b] for a, b in itertools.pairwise(edges)]
+    ranges = equal_ranges(points, limit)
     return [(sum(x for x, _ in s) / len(s), sum(y for _, y in s) / len(s)) for s in ranges]
 
 
