@@ -24,6 +24,7 @@ _SAMPLING = {
     },
 }  # fmt: skip
 _MAX_TOP_LOG_PROBS = 20
+_MAX_DEPTH = 64  # of a body's values: what walks them recursively must not exceed Python's limit
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # Parameters that raise an error rather than being ignored.
 _REFUSED = (
@@ -179,6 +180,7 @@ _KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 def _parse_common(body: Any, *, log_probs: Callable[[Any], bool]) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError("the body must be a JSON object")
+    _check_depth(body)
     for name in _REFUSED:
         if body.get(name) not in (None, False, 0, "", [], {}, 1 if name == "best_of" else None):
             raise ApiError(f"`{name}` is not supported")
@@ -186,6 +188,10 @@ def _parse_common(body: Any, *, log_probs: Callable[[Any], bool]) -> dict[str, A
     max_tokens = next((limit for limit in limits if limit is not None), None)
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise ApiError("`max_tokens` must be an integer above 0")
+    stops = body.get("stop")
+    for stop in stops if isinstance(stops, list) else [stops]:
+        if not (isinstance(stop, str) and stop) and stops is not None:
+            raise ApiError("`stop` must be a text that is not empty, or a list of such texts")
     lora_path = body.get("lora_path")
     if lora_path is not None and not isinstance(lora_path, str):
         raise ApiError("`lora_path` must be the name of an adapter")
@@ -203,6 +209,17 @@ def _parse_common(body: Any, *, log_probs: Callable[[Any], bool]) -> dict[str, A
         "log_probs": log_probs(body.get("logprobs")),
         "lora_path": lora_path,
     }
+
+
+def _check_depth(body: dict[str, Any]) -> None:
+    level: list[Any] = [body]
+    for _ in range(_MAX_DEPTH):
+        inside = (
+            v for value in level for v in (value.values() if isinstance(value, dict) else value)
+        )
+        level = [value for value in inside if isinstance(value, dict | list)]
+    if level:
+        raise ApiError(f"the body is nested more than {_MAX_DEPTH} deep")
 
 
 def _constraint(response_format: Any) -> dict[str, str]:

@@ -225,3 +225,36 @@ def test_the_table_of_fields_is_true(name, chat, completions):
 def test_a_limit_that_is_null_is_not_given():
     chat = {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": None}
     assert parse_chat({**chat, "max_tokens": 5}).max_tokens == 5
+
+
+@pytest.mark.parametrize("stop", [5, "", [""], ["a", 1], {"a": "b"}, True])
+def test_a_stop_that_is_no_text_is_refused(stop):
+    with pytest.raises(ApiError, match="`stop`"):
+        parse_chat({"messages": [{"role": "user", "content": "a"}], "stop": stop})
+
+
+def nested(depth: int) -> dict:
+    value: dict = {"type": "object"}
+    for _ in range(depth):
+        value = {"a": [value]}
+    return value
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [nested(400)]},
+        {"chat_template_kwargs": nested(400)},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": nested(400)}}},
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"arguments": nested(400)}}]}
+            ]
+        },
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_body_that_is_nested_too_deep_is_refused(fields):
+    with pytest.raises(ApiError, match="nested"):
+        parse_chat({"messages": [{"role": "user", "content": "a"}], **fields})
+    parse_chat({"messages": [{"role": "user", "content": "a"}], "tools": [nested(20)]})
