@@ -120,13 +120,10 @@ async def _start(kind: str, isolate: bool) -> SandboxProcess:
             ) from None
         raise
     if ready is None:  # without this check every answer would silently be graded wrong
+        worker.kill()  # before its errors are read, and these before `_end` drops them
+        errors = await worker.stderr.read(_MAX_REASON_BYTES)
         _end(worker)
-        reason = (
-            (await worker.stderr.read(_MAX_REASON_BYTES))
-            .decode(errors="replace")
-            .strip()
-            .splitlines()
-        )
+        reason = errors.decode(errors="replace").strip().splitlines()
         raise UserError(f"the grader {kind} does not work: {reason[-1] if reason else 'it exited'}")
     with contextlib.suppress(psutil.Error):
         supervisor = psutil.Process(worker.pid)
