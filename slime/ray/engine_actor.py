@@ -27,6 +27,7 @@ from slime.core.errors import UserError
 from slime.core.types import EngineInfo
 from slime.ray.remote import ACTOR_DIED, Remote, engine_actor
 from slime.ray.watch import Member
+from slime.runlog.jsonl import replace_file
 from slime.serving.servers import (
     START_TIMEOUT_S,
     ServerProcess,
@@ -118,7 +119,7 @@ class EngineActor:
         if self.node.rank == 0:
             self._wait(url, label)
             facts = {"port": ports.server, "pid": self.process.pid}
-            self._file.with_suffix(".port").write_text(json.dumps(facts))
+            replace_file(self._file.with_suffix(".port"), json.dumps(facts).encode())
             mode = self.args.sglang_disaggregation_mode
             role = mode if mode in ("prefill", "decode") else "regular"
             return EngineInfo(
