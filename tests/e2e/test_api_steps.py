@@ -12,7 +12,7 @@ import slime
 from tests.e2e import runs, step_script
 
 
-@pytest.fixture(scope="module", params=["sync", pytest.param("async", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["sync", "async"])
 def stepped(request, tiny_model, tmp_path_factory):
     """The folder, and what the loop saw until break, error, Ctrl-C and the end."""
     folder = tmp_path_factory.mktemp("steps") / "run"

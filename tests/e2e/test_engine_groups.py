@@ -35,7 +35,7 @@ def log_probs(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("colocate", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("colocate", [False, True])
 def test_a_policy_in_two_groups_is_trained_with_a_frozen_judge_that_dies_once(
     tiny_model, tiny_data, tmp_path, colocate
 ):

@@ -89,7 +89,6 @@ def test_a_checkpoint_of_another_layout_is_continued(apart, tiny_model, tiny_dat
     assert trained["train/log_prob_gap_max"] < 1e-4
 
 
-@pytest.mark.long
 def test_a_converted_model_is_where_a_run_starts(tiny_model, tiny_data, tmp_path):
     """Another model than --hf-checkpoint's, which is the reference: they differ from the first step on."""
     other = make_tiny_checkpoint(tmp_path / "other", seed=1, weight_scale=2.0)

@@ -86,7 +86,7 @@ DELTA_NETS = {
 }
 
 
-@pytest.fixture(scope="module", params=["fsdp", pytest.param("megatron", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["fsdp", "megatron"])
 def delta_net_run(request, tiny_data, tmp_path_factory):
     """A run of a model with gated delta nets that turns the reward up: its flags, model and folder."""
     if request.param == "megatron":
@@ -125,7 +125,6 @@ def test_a_model_with_gated_delta_nets_learns(delta_net_run):
     assert max(gaps) < 1e-4, gaps
 
 
-@pytest.mark.long
 def test_killed_run_with_gated_delta_nets_continues_bitwise(delta_net_run, tiny_data, tmp_path):
     options, model, whole = delta_net_run
     save = tmp_path / "saved"

@@ -47,7 +47,6 @@ def samples_of(folder: Path, rollout_id: int) -> list[dict]:
     return torch.load(folder / f"{rollout_id}.pt", weights_only=True)["samples"]
 
 
-@pytest.mark.long
 def test_calls_are_answered_and_only_what_the_model_said_is_trained_on(finished):
     """In every response the tokens with mask 0 are exactly the outputs of the calculator."""
     tokenizer, num_calls = make_tokenizer(), 0
@@ -65,7 +64,6 @@ def test_calls_are_answered_and_only_what_the_model_said_is_trained_on(finished)
     assert num_calls > 8
 
 
-@pytest.mark.long
 def test_calling_pays_and_is_learned(finished):
     rewards = [r["rollout/reward_mean"] for r in runs.metrics(finished / "run", "rollout")]
     assert len(rewards) == NUM_ROLLOUT

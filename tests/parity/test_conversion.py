@@ -94,9 +94,7 @@ def test_one_process_there_and_back(tmp_path: Path) -> None:
     _assert_runs_start_from(tmp_path / "saved", origin, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3_next", pytest.param("qwen3_5_moe", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe"])
 def test_gated_delta_nets_there_and_back(tmp_path: Path, name: str) -> None:
     """As published: MTP layers, and beside a vision tower with fused experts; TP and PP over ranks."""
     models = {
@@ -148,7 +146,6 @@ def _first_weights(rank: int, cases: dict[str, Args]) -> dict[str, tuple[int, di
     return started
 
 
-@pytest.mark.long
 def test_torchrun_spreads_uneven_stages_and_holds_no_more_than_its_share(tmp_path: Path) -> None:
     """Seven layers over four ranks. Peak memory of each rank beside what its stage takes."""
     origin = make_family(

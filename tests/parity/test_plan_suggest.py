@@ -115,7 +115,6 @@ def one_gpu(*more: str) -> list[str]:
     ]
 
 
-@pytest.mark.long
 def test_lora_is_suggested_where_full_training_does_not_fit():
     """8B parameters on 48 GiB: 6 bytes each (Adam on the host) are 45 GiB; what is proposed can be typed."""
     small = Machine(gpu_bytes=48 * GIB, source="test")
