@@ -158,9 +158,8 @@ def collect_logs(there: Path, here: Path) -> list[str]:
                 if name in copied:  # nodes may share a filesystem that this one lacks
                     continue
                 try:
-                    write_private(
-                        here / name, content
-                    )  # engines log their settings, including keys
+                    # For this user alone: engines log their settings, including keys.
+                    write_private(here / name, content)
                     copied.append(name)
                 except OSError as error:
                     logger.warning("the log of another node is not copied: %s", error)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -258,10 +257,11 @@ def _query_pids(pids: list[int]) -> list[ProcessStatus | str]:
 
 def _death(reference: Any) -> Exception | None:
     try:
-        with suppress(RayTaskError):
-            ray.get(reference)
+        ray.get(reference)
     except ACTOR_DIED as error:
         return error
+    except RayTaskError:
+        return None
     return None
 
 
