@@ -168,6 +168,7 @@ class RolloutManager:
                 self.sample_log.log_scored(
                     rollout_id, dataset.samples, dataset.rewards, f"eval/{name}"
                 )
+        self.sample_log.require()
         metrics = {**eval_metrics(output.data), **output.metrics}
         hook = self._hook("custom_eval_rollout_log_function_path", EvalLogFunction)
         return {} if hook and hook(rollout_id, self.args, output.data, metrics) else metrics
@@ -183,7 +184,7 @@ class RolloutManager:
         after = rollout_id + 1
         begun = before_generate and after in self._states_before
         state = self._states_before[after] if begun else self._state(rollout_id)
-        self.sample_log.flush()  # a full disk may have room again
+        self.sample_log.require()
         if state is None:
             self.data_source.save(rollout_id)
         else:

@@ -112,7 +112,12 @@ class LogWrites:
         self.flush()
 
     def flush(self) -> None:
-        with self._lock, self.errors.warned_once():
+        with self.errors.warned_once():
+            self.require()
+
+    def require(self) -> None:
+        """Write what waits; raise OSError if there is still no room."""
+        with self._lock:
             while self._waiting:
                 self._waiting[0]()
                 self._waiting.popleft()

@@ -116,9 +116,9 @@ class SampleLog:
         self._tokens.write(name, columns, self._decode)
         self._write_images(samples[number] for number in chosen)
 
-    def flush(self) -> None:
-        """Write the rows that wait for room on the disk."""
-        self._writes.flush()
+    def require(self) -> None:
+        """Write the rows that wait for room on the disk, which a resumed run would not make again."""
+        self._writes.require()
 
     def _append(self, rollout_id: int, rows: list[SampleRow]) -> list[int]:
         """Write the rows; return the numbers of those whose texts are kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from slime.core.errors import ConfigError
-from slime.runlog.jsonl import append_lines, read_lines
+from slime.runlog.jsonl import LogWrites, append_lines, read_lines
 from slime.runlog.live.sample_store import SampleStore
 from slime.runlog.tracking import METRICS_FILE, Tracker, cut_back, logged_rollouts
 from tests.args import make_args
@@ -180,6 +181,24 @@ def test_a_full_disk_costs_a_run_neither_its_training_nor_its_records(tmp_path: 
     for warning in ("metrics cannot be written yet", "samples cannot be written yet"):
         assert done.stderr.count(warning) == 1
     assert done.stderr.count("TensorBoard's files are not written any more") == 1
+
+
+def test_what_waits_is_required_before_a_resume_would_count_on_it():
+    full, written = [True], []
+
+    def write() -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "full")
+        written.append(1)
+
+    writes = LogWrites("not yet: %s")
+    writes.add(write)
+    with pytest.raises(OSError, match="full"):
+        writes.require()
+    full.clear()
+    writes.require()
+    writes.require()
+    assert written == [1]
 
 
 def test_cut_back_of_a_new_run_does_nothing(tmp_path: Path):
