@@ -129,33 +129,20 @@ def run_triton(
     windows: torch.Tensor | None = None,
     matrices: torch.Tensor | None = None,
 ) -> _Results:
-    """Run slime's delta rule kernels after a compiled convolution."""
+    """Run slime's kernels."""
+    from slime.algorithms.triton_delta_conv import conv_heads
     from slime.algorithms.triton_delta_rule import delta_rule, make_borders
 
-    layout = chunk_layout(lens, mixed_qkv.device)
     borders = make_borders(lens, mixed_qkv.device)
     if windows is None:
-        starts = borders.starts.index_select(0, layout.sample)
-        position = torch.arange(len(mixed_qkv), device=mixed_qkv.device) - starts
-        mixed = _convolved(mixed_qkv, conv_weight, position)
+        query, key, value = conv_heads(mixed_qkv, conv_weight, borders.positions, heads)
     else:
+        layout = chunk_layout(lens, mixed_qkv.device)
         mixed, windows = gated_delta.continue_conv(mixed_qkv, conv_weight, layout, windows)
-        mixed = F.silu(mixed)
-    query, key, value = split_heads(mixed, heads)
-    query, key = _unit_rows(query, heads.key_dim**-0.5), _unit_rows(key, 1.0)
+        query, key, value = split_heads(F.silu(mixed), heads)
+        query, key = _unit_rows(query, heads.key_dim**-0.5), _unit_rows(key, 1.0)
     out, matrices = delta_rule(query, key, value, decay, beta, borders, matrices)
     return out, windows, matrices
-
-
-@compiled_on_gpu
-def _convolved(x: torch.Tensor, weight: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Return silu of the convolution of x [T, C] with weight [C, K]; `position` counts a sample's tokens."""
-    taps = weight.shape[1]
-    total = x.float() * weight[:, -1].float()
-    for back in range(1, taps):
-        before = F.pad(x, (0, 0, back, 0))[: len(x)].float() * weight[:, taps - 1 - back].float()
-        total = total + torch.where((position >= back).unsqueeze(1), before, 0.0)
-    return F.silu(total.to(x.dtype))
 
 
 @compiled_on_gpu

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 _CHUNK = 64
-_NORM_EPS = 1e-6
+NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +239,7 @@ def _chunks(x: torch.Tensor, layout: ChunkLayout) -> torch.Tensor:
 def normalized(x: torch.Tensor) -> torch.Tensor:
     """Return x in at least fp32 with rows of length 1."""
     wide = _wide(x)
-    return wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + _NORM_EPS)
+    return wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + NORM_EPS)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -99,12 +99,14 @@ def prepare_kernel(
     x = tl.where(same_block, tl.reshape(x, CHUNK, CHUNK), 0.0)
     # 1 + A = x^-1 (1 + x L) with L below those blocks, and (x L)^4 = 0.
     below = tl.where(same_block | (column > row), 0.0, kk * b[:, None] * _decay_between(c, "lower"))
-    below = _dot(x, below)
+    dtype = u.dtype.element_ty
+    # The result is rounded to the dtype of u: 16 bits need no more than TF32.
+    PRECISION: tl.constexpr = "tf32x3" if dtype == tl.float32 else "tf32"
+    below = tl.dot(x, below, input_precision=PRECISION)
     solved = x
     for _ in range(BLOCKS - 1):
-        solved = x - _dot(below, solved)
+        solved = x - tl.dot(below, solved, input_precision=PRECISION)
 
-    dtype = u.dtype.element_ty
     solved = solved.to(dtype)
     _put(inverse + head * CHUNK, tokens, i, HEADS * CHUNK, real, i < CHUNK, solved)
     for at in range(0, VALUE_DIM, VALUE_BLOCK):

@@ -43,11 +43,13 @@ class Borders:
         starts       = [0, 70, 200]
         chunks       = [[0, 0], [0, 1], [1, 0], [1, 1], [1, 2]]     sample, number within it
         first_chunks = [0, 2, 5]
+        positions    = [0..69, 0..129]                              of tokens within their samples
     """
 
     starts: torch.Tensor
     chunks: torch.Tensor
     first_chunks: torch.Tensor
+    positions: torch.Tensor  # int32
 
 
 @lru_cache(maxsize=16)  # all layers and passes of a micro-batch share one
@@ -59,6 +61,7 @@ def make_borders(lens: tuple[int, ...], device: torch.device) -> Borders:
         starts=torch.tensor([0, *accumulate(lens)], device=device),
         chunks=torch.tensor(chunks, device=device),
         first_chunks=torch.tensor([0, *accumulate(counts)], device=device),
+        positions=torch.cat([torch.arange(n, dtype=torch.int32) for n in lens]).to(device),
     )
 
 

@@ -143,16 +143,14 @@ def test_neighbours_change_no_bit_of_a_sample(kernels):
     inputs = make_inputs(lens, torch.bfloat16)
     with torch.no_grad():
         inputs[0][70] = float("nan")  # a sample of one token
-    together = kernels(*inputs, HEADS, lens)[0]
-    assert together[70].isnan().any()
     for part in (slice(0, 70), slice(71, 371)):
+        together = kernels(*inputs, HEADS, lens)[0]
+        assert together[70].isnan().any()
         alone = [inputs[0][part], inputs[1], inputs[2][part], inputs[3][part]]
         length = part.stop - part.start
         single = kernels(*alone, HEADS, (length,))[0]
         assert torch.equal(together[part], single)
-        (grad,) = torch.autograd.grad(
-            together[part].float().square().sum(), inputs[:1], retain_graph=True
-        )
+        (grad,) = torch.autograd.grad(together[part].float().square().sum(), inputs[:1])
         (lone,) = torch.autograd.grad(single.float().square().sum(), inputs[:1])
         assert torch.equal(grad[part], lone[part])
 

@@ -9,11 +9,13 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
 from slime.algorithms import delta_kernels, gated_delta
 from slime.algorithms.gated_delta import DeltaHeads
+from slime.algorithms.triton_delta_conv import conv_heads
 from slime.algorithms.triton_delta_rule import delta_rule, make_borders
 from tests.gpu.test_engine_kernels import DEVICE, INTERPRETED
 
@@ -148,6 +150,43 @@ def test_states_continue_a_sample(cut: int):
         found[tokens], states = out, after
     assert_near(found, expected, 2e-5, "output")
     assert_near(states, ends, 2e-5, "states")
+
+
+@pytest.mark.parametrize("lens", LENS, ids=str)
+@pytest.mark.parametrize(
+    "heads, dtype", KINDS, ids=lambda one: getattr(one, "key_dim", None) or str(one)
+)
+def test_convolution_and_its_gradients_are_those_of_single_samples(
+    heads: DeltaHeads, dtype: torch.dtype, lens: tuple[int, ...]
+):
+    """Also where x is a part of wider rows, as Megatron's projections are."""
+    generator, width = torch.Generator(DEVICE).manual_seed(4), sum(heads.widths)
+    wide = torch.randn(sum(lens), width + 16, generator=generator, device=DEVICE).to(dtype)
+    weight = torch.randn(width, 4, generator=generator, device=DEVICE).to(dtype)
+    inputs = [wide.requires_grad_(), weight.requires_grad_()]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    borders = make_borders(lens, torch.device(DEVICE))
+    found = conv_heads(inputs[0][:, 8:-8], inputs[1], borders.positions, heads)
+    samples = [naive_conv(x, exact[1], heads) for x in exact[0][:, 8:-8].split(lens)]
+    expected = [torch.cat(parts) for parts in zip(*samples, strict=True)]
+    probes = [torch.randn(x.shape, generator=generator, device=DEVICE).to(dtype) for x in found]
+    grads = torch.autograd.grad(found, inputs, probes)
+    wanted = torch.autograd.grad(expected, exact, [probe.double() for probe in probes])
+    names = ("query", "key", "value", "d_x", "d_weight")
+    for name, one, other in zip(names, (*found, *grads), (*expected, *wanted), strict=True):
+        assert one.dtype == dtype
+        assert_near(one, other, TOLERANCE[dtype], name)
+
+
+def naive_conv(
+    x: torch.Tensor, weight: torch.Tensor, heads: DeltaHeads
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value of one sample in fp64, by torch's own convolution."""
+    before = F.pad(x.t()[None], (weight.shape[1] - 1, 0))
+    mixed = F.silu(F.conv1d(before, weight[:, None], groups=len(weight))[0].t())
+    query, key, value = gated_delta.split_heads(mixed, heads)
+    query, key = gated_delta.normalized(query), gated_delta.normalized(key)
+    return query * heads.key_dim**-0.5, key, value
 
 
 def test_the_whole_net_passes_the_comparison_before_the_first_use(monkeypatch: pytest.MonkeyPatch):
