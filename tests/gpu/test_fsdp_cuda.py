@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slime.backends.fsdp_utils.model import packed_attention
-from slime.backends.kernels.packed_attention import PackedLayout, packed_layout
+from slime.backends.kernels.packed_attention import PackedLayout, attend_packed, packed_layout
 from slime.rollout.train_data import split_batch
 from slime.weights.fp8 import Fp8Format, convert_to_fp8, load_causal_lm
 from tests.fsdp import Case, first_gradient, make_rows, start_actor, train_naively, whole_weights
@@ -41,6 +41,31 @@ def test_varlen_kernel_agrees_with_padded_fp32(window, kv_heads):
         results.append([out, *torch.autograd.grad((out.float() * upstream).sum(), inputs)])
     for expected, found in zip(*results, strict=True):
         assert (found.float() - expected).abs().max() < 0.03 * expected.abs().max()
+
+
+@pytest.mark.parametrize("head_dim, kv_heads", [(64, 4), (128, 1)])
+def test_long_samples_agree_with_softmax_in_fp32(head_dim: int, kv_heads: int):
+    """Samples from 8,192 tokens on take another kernel, between shorter ones and padded to multiples of 512."""
+    torch.manual_seed(0)
+    lens = [70, 8200, 8192, 1, 300, 9001]
+    shapes = [(sum(lens), heads, head_dim) for heads in (4, kv_heads, kv_heads)]
+    inputs = [torch.randn(s, device="cuda").bfloat16().requires_grad_() for s in shapes]
+    upstream = torch.randn(sum(lens), 4, head_dim, device="cuda")
+    found = attend_packed(*inputs, _layout(lens))
+    grads = torch.autograd.grad((found.float() * upstream).sum(), inputs)
+    start = 0
+    for length in lens:
+        part = slice(start, start + length)
+        exact = [x.detach()[part].float().requires_grad_() for x in inputs]
+        query, key, value = (x.transpose(0, 1) for x in exact)
+        key, value = (x.repeat_interleave(4 // kv_heads, dim=0) for x in (key, value))
+        scores = query @ key.transpose(1, 2) / head_dim**0.5
+        future = torch.ones(length, length, device="cuda", dtype=torch.bool).triu(1)
+        out = (scores.masked_fill(future, float("-inf")).softmax(-1) @ value).transpose(0, 1)
+        expected = [out, *torch.autograd.grad((out * upstream[part]).sum(), exact)]
+        for right, whole in zip(expected, (found, *grads), strict=True):
+            assert (whole[part].float() - right).norm() < 0.02 * right.norm()
+        start += length
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

@@ -48,6 +48,18 @@ def _layout(lens: list[int]):
     return packed_layout(lens, torch.device("cpu"))
 
 
+def test_a_long_sample_is_a_kernel_call_of_its_own():
+    lens = [70, 1, 8192, 8191, 9001, 10_000, 5]
+    runs = packed_layout(lens, torch.device("cpu")).runs
+    found = [
+        [run.tokens] if run.cu_seqlens is None else run.cu_seqlens.diff().tolist() for run in runs
+    ]
+    assert found == [[70, 1], [8192], [8191], [9001], [10_000], [5]]
+    assert [run.cu_seqlens is None for run in runs] == [False, True, False, True, True, False]
+    assert [run.longest for run in runs] == [max(members) for members in found]
+    assert [run.tokens for run in runs] == [sum(members) for members in found]
+
+
 def _naive(query, key, value, lens, scaling, window, sinks=None):
     """[1, T, heads, D] from [1, heads, T, D], sample by sample and head by head."""
     out = torch.zeros(query.shape[2], HEADS, DIM)

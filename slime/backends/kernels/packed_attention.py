@@ -9,10 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -22,6 +25,18 @@ except ImportError:  # pragma: no cover - torch without the kernel
 # Samples share a padded SDPA call if the shortest has at least this fraction of the longest's
 # tokens. Below it the padding costs more than another call.
 _MIN_LENGTH_RATIO = 0.8
+# From this length on, cuDNN computes a sample on Hopper GPUs and later ones. It compiles a graph for
+# every new length, so lengths are padded to multiples of _LONG_STEP.
+_LONG, _LONG_STEP = 8192, 512
+
+
+@dataclass(frozen=True)
+class PackedRun:
+    """Neighbouring samples for one call of a kernel: one long sample, or any number of shorter ones."""
+
+    tokens: int
+    longest: int
+    cu_seqlens: torch.Tensor | None  # [samples + 1] int32; None: a long sample
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,7 @@ class PackedLayout:
 
     cu_seqlens: torch.Tensor  # [N+1] int32
     max_seqlen: int
+    runs: tuple[PackedRun, ...]
     groups: tuple[tuple[int, int], ...]
     gather: torch.Tensor | None  # None without padding
     scatter: torch.Tensor | None
@@ -51,8 +67,10 @@ def packed_layout(lens: list[int], device: torch.device) -> PackedLayout:
     gather = scatter = None
     if sum(count * length for count, length in groups) > sum(lens):
         gather, scatter = (index.to(device) for index in _indices(lens, groups))
-    cu_seqlens = torch.tensor([0, *lens]).cumsum(0).to(device=device, dtype=torch.int32)
-    return PackedLayout(cu_seqlens, max(lens), groups, gather, scatter, tuple(lens))
+    runs = tuple(_runs(lens, device))
+    return PackedLayout(
+        _offsets(lens, device), max(lens), runs, groups, gather, scatter, tuple(lens)
+    )
 
 
 def attend_packed(
@@ -69,6 +87,8 @@ def attend_packed(
     if window is not None and window >= layout.max_seqlen:
         window = None
     if sinks is None and _has_varlen_kernel(query, value):
+        if window is None and layout.max_seqlen >= _LONG and _has_long_kernel(query):
+            return _attend_runs(query, key, value, layout, scale)
         offsets = (layout.cu_seqlens, layout.cu_seqlens)
         longest = (layout.max_seqlen, layout.max_seqlen)
         return _call_varlen_kernel(query, key, value, offsets, longest, scale, window)
@@ -135,6 +155,50 @@ def repeats_keys() -> bool:
     return "enable_gqa" not in _VARLEN_OPTIONS
 
 
+def _has_long_kernel(query: torch.Tensor) -> bool:
+    fits = query.shape[-1] <= 128 and query.shape[-1] % 8 == 0
+    # Its backward pass adds in any order.
+    return fits and not torch.are_deterministic_algorithms_enabled() and _is_hopper(query.device)
+
+
+@lru_cache
+def _is_hopper(device: torch.device) -> bool:
+    """Return whether cuDNN's kernels are faster than FlashAttention 2 on this GPU."""
+    return torch.cuda.get_device_capability(device)[0] >= 9 and torch.backends.cudnn.is_available()
+
+
+def _attend_runs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    scale: float | None,
+) -> torch.Tensor:
+    sizes = [run.tokens for run in layout.runs]
+    parts = (x.split(sizes) for x in (query, key, value))
+    outs = []
+    for run, q, k, v in zip(layout.runs, *parts, strict=True):
+        if run.cu_seqlens is None:
+            outs.append(_attend_long(q, k, v, scale))
+        else:
+            offsets, longest = (run.cu_seqlens, run.cu_seqlens), (run.longest, run.longest)
+            outs.append(_call_varlen_kernel(q, k, v, offsets, longest, scale, None))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _attend_long(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Attend within one sample by cuDNN, padded at its end, where causal attention needs no mask."""
+    padding, inputs = -len(query) % _LONG_STEP, (query, key, value)
+    if padding:
+        inputs = tuple(F.pad(x, (0, 0, 0, 0, 0, padding)) for x in inputs)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in inputs)  # [1, heads, L, D]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return out.squeeze(0).transpose(0, 1)[: len(query)]
+
+
 def _attend_padded(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -191,6 +255,19 @@ def causal_mask(
     distance = query[:, None] - torch.arange(num_keys, device=device)[None, :]
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
+
+
+def _offsets(lens: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *lens]).cumsum(0).to(device=device, dtype=torch.int32)
+
+
+def _runs(lens: list[int], device: torch.device) -> Iterator[PackedRun]:
+    for long, group in groupby(lens, lambda length: length >= _LONG):
+        members = list(group)
+        if long:
+            yield from (PackedRun(length, length, None) for length in members)
+        else:
+            yield PackedRun(sum(members), max(members), _offsets(members, device))
 
 
 def _groups(lens: list[int]) -> Iterator[tuple[int, int]]:
