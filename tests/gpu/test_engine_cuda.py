@@ -45,8 +45,11 @@ def make_prompts(count: int) -> list[list[int]]:
 
 @torch.no_grad()
 def log_probs(path: Path, request, dtype: torch.dtype) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).cuda().eval()
-    logits = model(torch.tensor([request.token_ids], device="cuda")).logits[0, :-1].float()
+    # torch's grouped matmul takes no fp64
+    options = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options).cuda().eval()
+    logits = model(torch.tensor([request.token_ids], device="cuda")).logits[0, :-1]
+    logits = logits.to(torch.promote_types(dtype, torch.float32))
     targets = request.token_ids[1:]
     return logits.log_softmax(-1)[range(len(targets)), targets][request.prompt_len - 1 :].cpu()
 
@@ -69,7 +72,10 @@ def test_greedy_output_in_fp32_is_hugging_faces(checkpoint: Path, options: dict)
         )
         assert request.token_ids == expected[0].tolist()
         found = torch.tensor(request.output_log_probs)
-        assert (found - log_probs(checkpoint, request, torch.float32)).abs().max() < 1e-4
+        wanted = log_probs(checkpoint, request, torch.float32)
+        # one rounding may send a token to another expert, in Hugging Face's model too
+        rounding = (wanted - log_probs(checkpoint, request, torch.float64)).abs()
+        assert ((found - wanted).abs() < 1e-4 + 2 * rounding).all()
 
 
 def test_bf16_is_the_default_and_close_to_hugging_faces(qwen3: Path):

@@ -13,7 +13,15 @@ from slime.backends.fsdp_utils.model import packed_attention
 from slime.backends.kernels.packed_attention import PackedLayout, attend_packed, packed_layout
 from slime.rollout.train_data import split_batch
 from slime.weights.fp8 import Fp8Format, convert_to_fp8, load_causal_lm
-from tests.fsdp import Case, first_gradient, make_rows, start_actor, train_naively, whole_weights
+from tests.fsdp import (
+    Case,
+    first_gradient,
+    make_rows,
+    naive_model,
+    start_actor,
+    train_naively,
+    whole_weights,
+)
 from tests.tiny import make_tiny_checkpoint
 from tests.tiny_vision import make_image_rows, make_vision_checkpoint
 
@@ -45,9 +53,9 @@ def test_varlen_kernel_agrees_with_padded_fp32(window, kv_heads):
 
 @pytest.mark.parametrize("head_dim, kv_heads", [(64, 4), (128, 1)])
 def test_long_samples_agree_with_softmax_in_fp32(head_dim: int, kv_heads: int):
-    """Samples from 8,192 tokens on take another kernel, between shorter ones and padded to multiples of 512."""
+    """Samples from 4,096 tokens on take another kernel, between shorter ones and padded to multiples of 512."""
     torch.manual_seed(0)
-    lens = [70, 8200, 8192, 1, 300, 9001]
+    lens = [70, 8200, 4096, 1, 300, 4097, 9001]
     shapes = [(sum(lens), heads, head_dim) for heads in (4, kv_heads, kv_heads)]
     inputs = [torch.randn(s, device="cuda").bfloat16().requires_grad_() for s in shapes]
     upstream = torch.randn(sum(lens), 4, head_dim, device="cuda")
@@ -64,7 +72,7 @@ def test_long_samples_agree_with_softmax_in_fp32(head_dim: int, kv_heads: int):
         out = (scores.masked_fill(future, float("-inf")).softmax(-1) @ value).transpose(0, 1)
         expected = [out, *torch.autograd.grad((out * upstream[part]).sum(), exact)]
         for right, whole in zip(expected, (found, *grads), strict=True):
-            assert (whole[part].float() - right).norm() < 0.02 * right.norm()
+            assert (whole[part].float() - right).norm() < 0.02 * right.norm() + 1e-4
         start += length
 
 
@@ -98,12 +106,18 @@ def test_gradients_with_images_are_those_of_the_naive_loop(
     args = case.args()
     actor = start_actor(args, 0, 1)
     expected = train_naively(case).grads
+    rough = expected  # in bf16 as near to fp32 as twice Hugging Face's own model
+    if precision == "bf16":
+        rough = train_naively(case, naive_model(case).bfloat16()).grads
     rows = split_batch(args, case.rows(), dp_size=1, cp_size=1)[0]
     for name, grad in first_gradient(actor, rows).items():
         # the last deepstack merger feeds the last layer's image tokens, which nothing reads
         scale = expected[name].abs().max().clamp_min(1e-6)
-        error = (grad.cpu().float() / scale - expected[name] / scale).abs().max()
-        assert error < (2e-4 if precision == "fp32" else 0.1), (name, float(error))
+        error, own = (
+            (x.cpu().float() / scale - expected[name] / scale).abs().max()
+            for x in (grad, rough[name])
+        )
+        assert error < 2 * own + (2e-4 if precision == "fp32" else 0.02), (name, error, own)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

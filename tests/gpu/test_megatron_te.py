@@ -1,8 +1,8 @@
 """Every family on one GPU, made of TransformerEngine's layers and of ours, against Hugging Face.
 
 Tolerances: in fp32 TransformerEngine multiplies in TF32, whose 10 bits round to 2**-11: 2e-2 of a tensor's norm
-after four layers, forward and backward. In bf16 a model may be twice as far from fp32 as Hugging Face's own
-bf16 model is.
+after four layers, forward and backward, or twice as far as Hugging Face's own model in TF32, which gated delta
+nets move by 0.1. In bf16 a model may be twice as far from fp32 as Hugging Face's own bf16 model is.
 """
 
 from __future__ import annotations
@@ -94,11 +94,18 @@ def _gap(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_fp32_equals_hugging_face(tmp_path: Path, family: str, impl: str):
+def test_fp32_equals_hugging_face(
+    tmp_path: Path, family: str, impl: str, monkeypatch: pytest.MonkeyPatch
+):
     model = trainer(tmp_path, family, fp32=True, transformer_impl=impl)
     logits, exported = model.logits(tokens()), model.exported()
-    found = gaps(logits, model.gradients(tokens()), reference(tmp_path / family))
-    assert max(found) < FP32[impl], found
+    exact = reference(tmp_path / family)
+    found, allowed = gaps(logits, model.gradients(tokens()), exact), (FP32[impl], FP32[impl])
+    if impl == "transformer_engine":
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+        rough = gaps(*reference(tmp_path / family), exact)
+        allowed = tuple(max(2 * gap, FP32[impl]) for gap in rough)
+    assert found[0] < allowed[0] and found[1] < allowed[1], (found, allowed)
     stored = load_file(tmp_path / family / "model.safetensors")
     for name in UNTRAINED.get(family, []):
         del stored[name]

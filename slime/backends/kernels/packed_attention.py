@@ -27,7 +27,7 @@ except ImportError:  # pragma: no cover - torch without the kernel
 _MIN_LENGTH_RATIO = 0.8
 # From this length on, cuDNN computes a sample on Hopper GPUs and later ones. It compiles a graph for
 # every new length, so lengths are padded to multiples of _LONG_STEP.
-_LONG, _LONG_STEP = 8192, 512
+_LONG, _LONG_STEP = 4096, 512
 
 
 @dataclass(frozen=True)
