@@ -90,9 +90,12 @@ VLLM=(${VLLM_PATH:+--vllm-path "$VLLM_PATH"})
 WITH_TE=(env PYTHONPATH="$PYTHONPATH${TE_PATH:+:$TE_PATH}")
 
 measure warm 200 420 bash -c warm
-measure tests_new 150 300 bash -c 'gpu_tests "delta_rule_kernels delta_net_cuda" engine_delta_kernels engine_vision_cuda "engine_lora_cuda engine_lora_kernels" fsdp_cuda'
-measure tests_engine 200 300 bash -c 'gpu_tests "engine_kernels checksum_kernel engine_experts" "engine_cuda colocated_cuda sleeping_cuda" fsdp_expert_parallel'
-measure tests_megatron 200 300 "${WITH_TE[@]}" bash -c "gpu_tests 'megatron_cuda megatron_moe_cuda' megatron_lora_cuda ${TE_PATH:+megatron_te megatron_te_precision}"
+# Each list of files in a process of its own; then Megatron's again without TransformerEngine, and the engine's memory test with room
+TESTS=("delta_rule_kernels" "delta_net_cuda" "engine_delta_kernels" "engine_vision_cuda" "engine_lora_cuda" "engine_lora_kernels"
+    "engine_kernels checksum_kernel" "engine_experts" "fsdp_cuda" "fsdp_expert_parallel" "sleeping_cuda colocated_cuda"
+    "megatron_cuda" "megatron_moe_cuda" "megatron_lora_cuda" ${TE_PATH:+"megatron_te" "megatron_te_precision"})
+measure tests 210 420 "${WITH_TE[@]}" bash -c 'gpu_tests "$@"' _ "${TESTS[@]}"
+measure tests_local 90 200 bash -c 'gpu_tests "$@"' _ "megatron_cuda" "megatron_moe_cuda" "engine_cuda"
 
 # Hybrids and images beside SGLang
 measure engine_pair 190 330 bash -c 'pair "$@"' _ "${SGLANG[@]}"
@@ -111,7 +114,7 @@ measure train_4b 170 330 "${WITH_TE[@]}" bash -c 'trainer "$@"' _ --shapes 4B --
 measure engine_4b 190 420 bash -c 'engine "$@"' _ --shape 4b --rounds 1 --together "${SGLANG[@]}" "${VLLM[@]}"
 # As recorded before
 measure weight_sync 60 120 "$PYTHON" benchmarks/weight_sync_gpu.py --shapes 4B 0.6B --buffer-size 536870912 2147483648
-measure step 75 240 "$PYTHON" benchmarks/step_gpu.py --lengths 128-512 --steps 3 --trl-micro-batches 32 16 ${TRL_PATH:+--trl-path "$TRL_PATH"}
+measure step 75 300 "$PYTHON" benchmarks/step_gpu.py --lengths 128-512 --steps 3 --trl-micro-batches 32 16 ${VLLM_PATH:+--only-vllm} ${TRL_PATH:+--trl-path "$TRL_PATH"} "${VLLM[@]}"
 measure train_0.6b 60 150 bash -c 'trainer "$@"' _ --shapes 0.6B --steps 2
 measure engine 150 330 bash -c 'engine "$@"' _ --shape 0.6b --rounds 2 --together "${SGLANG[@]}" "${VLLM[@]}"
 measure engine_moe 160 330 bash -c 'engine "$@"' _ --shape 30b-a3b --layers 12 --rounds 2 --together "${SGLANG[@]}" "${VLLM[@]}"

@@ -45,7 +45,7 @@ import weight_sync_gpu  # noqa: E402
 
 RANK, GIB = 16, 2**30
 LORA = {"lora_rank": RANK, "lora_alpha": 2.0 * RANK}
-MERGED = {**LORA, "lora_merge_for_rollout": True}
+MERGED = {**LORA, "lora_merge_for_rollout": True, "offload_train": True}
 STAYS = {"offload_train": False, "offload_rollout": False}  # the engine keeps the base
 # The engine beside the trainer: what `serve` starts, all of it awake.
 BESIDE = {

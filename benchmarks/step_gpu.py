@@ -1,15 +1,15 @@
 """One GRPO step on one GPU, engine and trainer sharing it: seconds, share of each part, and TRL beside it.
 
 usage: python benchmarks/step_gpu.py [--shape 0.6B] [--prompts 32] [--samples 8] [--lengths 128-1024]
-       [--steps 3] [--trl-path SITE_PACKAGES]
+       [--steps 3] [--trl-path SITE_PACKAGES [--vllm-path SITE_PACKAGES]]
 
 Random weights of Qwen3's shape in bf16 with fp32 master weights, 32 prompts x 8 samples whose sample
 number i ends at the same length on both sides, one optimizer step per rollout. A step of slime is all of
 it: rollout, rewards, log-probs, training, weights to the engine with their check, memory handed back and
-forth, logging. TRL 1.16 runs its own generation (no vLLM) with the largest micro-batch of
-`--trl-micro-batches` that fits. A run's first step is warm-up; medians count. Without `--trl-path` only
-slime is measured; `--shape tiny` runs on a CPU.
-The last line is `RATIO step_gpu_vs_trl <TRL's seconds / slime's>`.
+forth, logging. TRL 1.16 generates with transformers, and with `--vllm-path` a second time with vLLM on the
+same GPU, its best configuration; both with the first micro-batch of `--trl-micro-batches` that fits. A run's first
+step is warm-up; medians count. Without `--trl-path` only slime is measured; `--shape tiny` runs on a CPU.
+The last lines are `RATIO step_gpu_vs_trl <TRL's seconds / slime's>` and `RATIO step_gpu_vs_trl_vllm`.
 """
 
 from __future__ import annotations
@@ -59,9 +59,14 @@ def main() -> None:
         rows = make_rows(options.prompts * (2 + options.steps))
         (work / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         ours = run_slime(options, model, work)
-        theirs = run_trl(options, model, work) if options.trl_path else None
-    if theirs is not None:
-        print(f"RATIO step_gpu_vs_trl {theirs / ours:.2f}")
+        theirs = {}
+        if options.trl_path and options.vllm_path:
+            theirs["step_gpu_vs_trl_vllm"] = run_trl(options, model, work, vllm=True)
+        if options.trl_path and not options.only_vllm:
+            theirs["step_gpu_vs_trl"] = run_trl(options, model, work)
+    for ratio, seconds in theirs.items():
+        if seconds is not None:
+            print(f"RATIO {ratio} {seconds / ours:.2f}")
 
 
 def parse_options() -> argparse.Namespace:
@@ -75,6 +80,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
     parser.add_argument("--max-tokens", type=int, default=32768, help="of slime's micro-batches")
     parser.add_argument("--trl-path", help="folder of packages that holds trl")
+    parser.add_argument("--vllm-path", help="folders of packages that hold vllm and what it needs")
+    parser.add_argument("--only-vllm", action="store_true", help="leave TRL with transformers out")
     parser.add_argument("--trl-micro-batches", type=int, nargs="+", default=[64, 32, 16, 8])
     return parser.parse_args()
 
@@ -116,27 +123,32 @@ def run_slime(options: argparse.Namespace, model: Path, work: Path) -> float:
     return seconds
 
 
-def run_trl(options: argparse.Namespace, model: Path, work: Path) -> float | None:
+def run_trl(
+    options: argparse.Namespace, model: Path, work: Path, *, vllm: bool = False
+) -> float | None:
     """The same of TRL, with the first micro-batch that fits; None if none does."""
-    path = [options.trl_path, os.environ.get("PYTHONPATH", "")]
+    packages = [options.trl_path, *([options.vllm_path] if vllm else [])]
+    path = [*packages, os.environ.get("PYTHONPATH", "")]
+    name = "TRL with vLLM" if vllm else "TRL"
     for micro_batch in options.trl_micro_batches:
         command = [sys.executable, ROOT / "benchmarks" / "trl_side.py", model, work / "data.jsonl"]
         command += ["--lengths", options.lengths, "--steps", options.steps, "--lr", "1e-6"]
         command += ["--prompts", options.prompts, "--samples-per-prompt", options.samples]
         command += ["--micro-batch", micro_batch, "--threads", os.cpu_count()]
         command += ["--cuda"] if torch.cuda.is_available() else []
+        command += ["--vllm"] if vllm else []
         try:
             output = run(command, options.lengths, PYTHONPATH=os.pathsep.join(path))
         except SystemExit as error:
             words = str(error).strip().splitlines()
-            print(f"TRL with micro-batches of {micro_batch}: {words[-1][:200]}", flush=True)
+            print(f"{name}, micro-batches of {micro_batch}: {words[-1][:200]}", flush=True)
             continue
         # A progress bar may stand before it in the same line.
         result = json.loads(output.rsplit("RESULT ", 1)[1].splitlines()[0])
         steps = result["step_seconds"]
         seconds = statistics.median(steps)
         print(
-            f"TRL    {seconds:7.3f} s per step  ({' '.join(f'{s:.3f}' for s in steps)})  "
+            f"{name:<14}{seconds:7.3f} s per step  ({' '.join(f'{s:.3f}' for s in steps)})  "
             f"micro-batch {micro_batch}, {result['versions']}",
             flush=True,
         )

@@ -285,6 +285,7 @@ def make_arguments(options: argparse.Namespace, backend: str, model: str, **more
         "actor_num_gpus_per_node": 1,
         "rollout_num_gpus": 1,
         "colocate": True,
+        "offload_train": False,  # a step does not give memory back for an engine
         "bf16": True,
         "advantage_estimator": "grpo",
         **BACKENDS[backend],

@@ -1,8 +1,8 @@
 """TRL's side of vs_trl_cpu.py and step_gpu.py; run by them, with the packages of TRL's own environment.
 
-usage: python trl_side.py CKPT DATA.jsonl --lengths 64|mixed|128-1024 --steps 3 --micro-batch 128 [--cuda]
+usage: python trl_side.py CKPT DATA.jsonl --lengths 64|mixed|128-1024 --steps 3 --micro-batch 128 [--cuda] [--vllm]
 
-The clock runs from the end of one step to the end of the next, so data loading, rewards and logging
+With --vllm generation is TRL's colocated vLLM instead of transformers'. The clock runs from the end of one step to the end of the next, so data loading, rewards and logging
 are inside it. The first step is warm-up. Prints one line of JSON.
 """
 
@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 import time
+from copy import copy
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -62,6 +63,25 @@ class LengthControl:
         return output
 
 
+class VllmLengths:
+    """Stands in for `LLM.generate` of vLLM, with the length of each sample in its own parameters."""
+
+    def __init__(self, generate, lengths: str) -> None:
+        self.generate, self.lengths, self.num_samples = generate, lengths, 0
+
+    def __call__(self, prompts, sampling_params, **options):
+        own = []
+        for index in range(self.num_samples, self.num_samples + len(prompts)):
+            params = copy(sampling_params)
+            params.max_tokens, params.ignore_eos = response_length(self.lengths, index), True
+            own.append(params)
+        self.num_samples += len(prompts)
+        outputs = self.generate(prompts, sampling_params=own, **options)
+        found = [len(output.outputs[0].token_ids) for output in outputs]
+        assert found == [params.max_tokens for params in own], "a row did not end at its length"
+        return outputs
+
+
 class StepClock(TrainerCallback):
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -82,6 +102,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--cuda", action="store_true", help="one GPU, bf16 with fp32 weights")
+    parser.add_argument("--vllm", action="store_true", help="generate with vLLM on the same GPU")
     return parser.parse_args()
 
 
@@ -95,8 +116,7 @@ def main() -> None:
     completions = args.prompts * args.samples_per_prompt
     tokenizer = AutoTokenizer.from_pretrained(args.ckpt)
     model: Any = AutoModelForCausalLM.from_pretrained(args.ckpt, dtype=torch.float32)
-    control = LengthControl(model.generate, args.lengths, tokenizer.eos_token_id)
-    model.generate = control
+    model.generate = LengthControl(model.generate, args.lengths, tokenizer.eos_token_id)
     clock = StepClock()
     with tempfile.TemporaryDirectory() as out:
         config = GRPOConfig(
@@ -115,6 +135,8 @@ def main() -> None:
             bf16=args.cuda,
             fp16=False,
             gradient_checkpointing=False,
+            use_vllm=args.vllm,
+            vllm_max_model_length=256 + longest_response(args.lengths) if args.vllm else None,
             logging_steps=1,
             save_strategy="no",
             report_to=[],
@@ -129,6 +151,9 @@ def main() -> None:
             callbacks=[clock],
         )
         trainer.remove_callback(PrinterCallback)
+        if args.vllm:
+            llm = trainer.vllm_generation.llm
+            llm.generate = VllmLengths(llm.generate, args.lengths)
         trainer.train()
     rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
     means = [
