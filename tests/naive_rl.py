@@ -130,7 +130,7 @@ def log_probs_and_entropy(
 
 
 def compared_rewards(args: Args, samples: list[Sample]) -> list[float]:
-    """What remains of each raw reward once it is set against its siblings'."""
+    """Return each reward relative to its group, as the estimator normalizes it."""
     raw = []
     for sample in samples:
         penalty = 0.0
@@ -144,7 +144,7 @@ def compared_rewards(args: Args, samples: list[Sample]) -> list[float]:
         return raw
     result = []
     for i, sample in enumerate(samples):
-        siblings = [raw[j] for j in range(len(raw)) if samples[j].group_index == sample.group_index]
+        group = [raw[j] for j in range(len(raw)) if samples[j].group_index == sample.group_index]
         others = [
             raw[j]
             for j in range(len(raw))
@@ -155,10 +155,10 @@ def compared_rewards(args: Args, samples: list[Sample]) -> list[float]:
         elif kind == "rloo":
             result.append(raw[i] - sum(others) / len(others))
         elif kind == "reinforce_plus_plus_baseline" or args.disable_grpo_std_normalization:
-            result.append(raw[i] - sum(siblings) / len(siblings))
+            result.append(raw[i] - sum(group) / len(group))
         else:
-            mean = sum(siblings) / len(siblings)
-            result.append((raw[i] - mean) / (torch.tensor(siblings).std().item() + 1e-6))
+            mean = sum(group) / len(group)
+            result.append((raw[i] - mean) / (torch.tensor(group).std().item() + 1e-6))
     return result
 
 

@@ -97,7 +97,7 @@ async def generate_that_edits_what_it_was_given(args, sample, sampling_params):
     return await generate(args, sample, sampling_params)
 
 
-def filter_without_a_verdict(args, samples):
+def filter_without_a_return(args, samples):
     samples[0].reward  # noqa: B018 -- the return was forgotten
 
 

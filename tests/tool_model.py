@@ -1,9 +1,9 @@
-"""A tiny model that has learned, by imitation, to call a calculator now and then, and to guess otherwise.
+"""A tiny model that has learned, by imitation, to sometimes call a calculator and otherwise answer at random.
 
     3+9=<calc>3+9</calc>            its turn, ended by the stop string
     \\n<output>12</output>\\n         the tool
     \\boxed{12}                      its answer: right if it read the output
-    3+9=\\boxed{7}                   a guess: right one time in ten
+    3+9=\\boxed{7}                   a random answer: right one time in ten
 
 What reinforcement learning can find is that calling the tool pays.
 """
@@ -52,7 +52,7 @@ def write_prompts(path: Path) -> Path:
 
 
 def make_tool_model(folder: Path, *, steps: int = 150, seed: int = 0) -> Path:
-    """Train on demonstrations drawn anew in every step; write model and tokenizer."""
+    """Train on new random demonstrations in every step; write model and tokenizer."""
     tokenizer, rng = make_tokenizer(), random.Random(seed)
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
@@ -82,13 +82,13 @@ def make_tool_model(folder: Path, *, steps: int = 150, seed: int = 0) -> Path:
 def _batch(
     tokenizer: PreTrainedTokenizerFast, rng: random.Random, rows: int = 64
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and which of them the model is to say, padded to one length."""
-    drawn = [_demonstration(tokenizer, rng) for _ in range(rows)]
-    width = max(len(ids) for ids, _ in drawn)
+    """Return token ids and a mask of the tokens that the model generates, padded to one length."""
+    rows_and_masks = [_demonstration(tokenizer, rng) for _ in range(rows)]
+    width = max(len(ids) for ids, _ in rows_and_masks)
     pad = tokenizer.pad_token_id
-    ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in drawn])
-    said = torch.tensor([mask + [False] * (width - len(mask)) for _, mask in drawn])
-    return ids, said
+    ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in rows_and_masks])
+    trained = torch.tensor([mask + [False] * (width - len(mask)) for _, mask in rows_and_masks])
+    return ids, trained
 
 
 def _demonstration(

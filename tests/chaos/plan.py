@@ -1,6 +1,6 @@
 """From a seed to a schedule: which run, what is broken in each of its starts, and when.
 
-    draw(7)  ->  Schedule(seed=7, mode="colo", starts=[[Fault("kill", "engine_0", at=Moment(...))]])
+    sample_schedule(7)  ->  Schedule(seed=7, mode="colo", starts=[[Fault("kill", "engine_0", at=Moment(...))]])
 
 A schedule depends on nothing but its seed. Faults of one start come at once, the second one up to
 `_GAP_S` after the first; those of the next start come in the run that resumes.
@@ -88,11 +88,11 @@ class Schedule:
         return any(fault.kind in DISK for faults in self.starts for fault in faults)
 
 
-def draw(seed: int, mode: str | None = None) -> Schedule:
-    """The schedule of a seed; `mode` overrides the one drawn, and nothing else."""
+def sample_schedule(seed: int, mode: str | None = None) -> Schedule:
+    """Return the schedule of a seed; `mode` replaces only the sampled mode."""
     dice = random.Random(f"slime chaos {seed}")
-    drawn = dice.choice(list(MODES))
-    chosen = MODES[mode or drawn]
+    sampled = dice.choice(list(MODES))
+    chosen = MODES[mode or sampled]
     starts = [_faults(dice, chosen)]
     if dice.random() < 0.25:
         starts.append(_faults(dice, chosen))

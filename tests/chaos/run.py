@@ -1,6 +1,6 @@
 """Run schedules: python -m tests.chaos.run --seeds 0-39 (make test-chaos SEEDS=0-39).
 
-    for each seed      draw ──▶ start, inject, wait, look for leftovers ──┐
+    for each seed      sample ──▶ start, inject, wait, look for leftovers ──┐
                                   ▲                                       │ status is not 0:
                                   └──── the same command again ◀──────────┘ at most _MORE_STARTS times
                        compare with the undisturbed run, which is made once per mode and version
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from tests.chaos import compare, inject, leftovers
 from tests.chaos.modes import MODES, Folders, Mode, command
-from tests.chaos.plan import Fault, Schedule, draw, parse_seeds
+from tests.chaos.plan import Fault, Schedule, parse_seeds, sample_schedule
 from tests.chaos.processes import MARKER, Processes
 from tests.chaos.reading import Output
 from tests.chaos.table import print_row
@@ -85,7 +85,9 @@ def main(argv: list[str] | None = None) -> int:
     inputs = make_inputs(options.work / "inputs")
     failed = 0
     for seed in parse_seeds(options.seeds):
-        result = run_seed(draw(seed, options.mode), inputs, options.work, keep=options.keep)
+        result = run_seed(
+            sample_schedule(seed, options.mode), inputs, options.work, keep=options.keep
+        )
         with (options.results or options.work / "results.jsonl").open("a") as file:
             file.write(json.dumps(asdict(result)) + "\n")
         print_row(asdict(result))
@@ -380,7 +382,7 @@ def _write(path: Path, rows: list[dict[str, str]]) -> None:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests.chaos.run", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", required=True, help='e.g. "0-39" or "7 9 100-120"')
-    parser.add_argument("--mode", choices=list(MODES), help="this mode instead of the drawn one")
+    parser.add_argument("--mode", choices=list(MODES), help="this mode instead of the sampled one")
     parser.add_argument("--work", type=Path, default=Path("/tmp/slime-chaos"))
     parser.add_argument("--results", type=Path, help="default: results.jsonl in --work")
     parser.add_argument("--keep", action="store_true", help="keep the folders of good seeds, too")

@@ -1,13 +1,15 @@
-"""Seeds and what they draw."""
+"""Schedules sampled from seeds."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.chaos.modes import MODES
-from tests.chaos.plan import DAMAGE, DISK, PHASES, draw, parse_seeds
+from tests.chaos.plan import DAMAGE, DISK, PHASES, parse_seeds, sample_schedule
 
-FAULTS = {(seed, f) for seed in range(600) for faults in draw(seed).starts for f in faults}
+FAULTS = {
+    (seed, f) for seed in range(600) for faults in sample_schedule(seed).starts for f in faults
+}
 
 
 def test_seeds_are_numbers_and_ranges():
@@ -22,13 +24,15 @@ def test_other_texts_are_refused(text):
         parse_seeds(text)
 
 
-def test_a_seed_always_draws_the_same():
-    assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
-    assert len({str(draw(seed)) for seed in range(50)}) > 40
+def test_a_seed_always_gives_the_same_schedule():
+    assert [sample_schedule(seed) for seed in range(50)] == [
+        sample_schedule(seed) for seed in range(50)
+    ]
+    assert len({str(sample_schedule(seed)) for seed in range(50)}) > 40
 
 
-def test_every_mode_fault_and_phase_is_drawn():
-    assert {draw(seed).mode for seed in range(600)} == set(MODES)
+def test_every_mode_fault_and_phase_occurs():
+    assert {sample_schedule(seed).mode for seed in range(600)} == set(MODES)
     kinds = {fault.kind for _, fault in FAULTS}
     assert kinds == {"kill", "stop", "term", "hup", *DISK, *DAMAGE}
     assert {fault.at.phase for _, fault in FAULTS} == set(PHASES)
@@ -44,12 +48,12 @@ def test_every_mode_fault_and_phase_is_drawn():
         "gcs",
     }
     assert targets == processes | {"driver_group", "disk", "checkpoint"}
-    assert {len(draw(seed).starts) for seed in range(600)} == {1, 2}
+    assert {len(sample_schedule(seed).starts) for seed in range(600)} == {1, 2}
 
 
 def test_targets_exist_in_their_mode():
     for seed in range(600):
-        schedule = draw(seed)
+        schedule = sample_schedule(seed)
         mode = MODES[schedule.mode]
         for fault in [fault for faults in schedule.starts for fault in faults]:
             name, _, index = fault.target.rpartition("_")

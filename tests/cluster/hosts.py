@@ -52,7 +52,7 @@ class Network:
         """Pull the plug: packets vanish, connections stay open on both ends."""
         _ip("-n", self.switch, "link", "set", host.port, "down")
 
-    def mend(self, host: Host) -> None:
+    def restore(self, host: Host) -> None:
         _ip("-n", self.switch, "link", "set", host.port, "up")
 
     def close(self) -> None:

@@ -144,7 +144,7 @@ class RayCluster:
     def end_all(self) -> None:
         """End what runs on our hosts, and nothing else."""
         for host in self.network.hosts:
-            self.network.mend(host)
+            self.network.restore(host)
             self.end(self.pids(host, ""))
         for process in [*self.nodes.values(), *self._started]:
             process.wait(timeout=30)

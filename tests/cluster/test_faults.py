@@ -108,7 +108,7 @@ def test_a_host_that_is_cut_off(run, cluster, tmp_path):
     try:
         output = _ended(process)
     finally:
-        cluster.network.mend(host)
+        cluster.network.restore(host)
         cluster.rejoin(host)
     assert time.monotonic() - began < NAMED_S
     assert re.search(rf"slime: trainer rank [23] \(pid \d+ on {host.address}\) died", output), (
@@ -130,7 +130,7 @@ def test_the_engines_host_is_cut_off(run, cluster, tmp_path):
     try:
         output, _ = process.communicate(timeout=280)
     finally:
-        cluster.network.mend(host)
+        cluster.network.restore(host)
         cluster.other_slots.clear()
         cluster.rejoin(host)
     assert process.returncode == 1 and "Traceback" not in output, output

@@ -72,7 +72,7 @@ def test_reward_hook_that_sometimes_raises_is_counted(tiny_model, tiny_data, tmp
     status, output = runs.run(words)
     assert status == 0, output
     failed = [record["rollout/failed"] for record in runs.metrics(tmp_path / "run", "rollout")]
-    assert failed == [4, 4, 4]  # one of the four siblings of each of the four prompts
+    assert failed == [4, 4, 4]  # one of the four samples of each of the four prompts
     assert output.count("warning: 4 of 16 samples of rollout 0 failed and do not count") == 1
     assert output.count("failed 4  ") == 3
 

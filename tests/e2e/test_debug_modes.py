@@ -77,8 +77,8 @@ def test_training_rows_and_traces_can_be_kept(tiny_model, tiny_data, tmp_path):
         assert rows["rollout_id"] == rollout_id and len(rows["tokens"]) == 16
         groups, raw = rows["group_indices"], rows["raw_rewards"]
         for row, advantages in enumerate(rows["advantages"]):
-            siblings = raw[groups == groups[row]]
-            expected = (raw[row] - siblings.mean()) / (siblings.std() + 1e-6)
+            group = raw[groups == groups[row]]
+            expected = (raw[row] - group.mean()) / (group.std() + 1e-6)
             assert advantages == pytest.approx([expected.item()] * len(advantages), abs=1e-3)
         assert all(
             len(o) == n for o, n in zip(rows["old_log_probs"], rows["response_lens"], strict=True)

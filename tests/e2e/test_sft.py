@@ -17,7 +17,7 @@ EVAL = """
 defaults: {n_samples_per_prompt: 2, max_response_len: 4, rm_type: f1}
 datasets:
   - {name: greedy, path: DATA, temperature: 0, n_samples_per_prompt: 1}
-  - {name: drawn, path: DATA, temperature: 1.0, max_response_len: 6}
+  - {name: sampled, path: DATA, temperature: 1.0, max_response_len: 6}
 """
 
 
@@ -105,11 +105,11 @@ def test_every_dataset_is_evaluated_by_its_own_settings(finished):
     by_kind: dict[str, list[dict]] = {}
     for sample in samples:
         by_kind.setdefault(sample["kind"], []).append(sample)
-    # Before training, after rollouts 3 and 7: one greedy sample each time, two drawn ones.
-    assert len(by_kind["eval/greedy"]) == 3 and len(by_kind["eval/drawn"]) == 6
+    # Before training, after rollouts 3 and 7: one greedy sample each time, two sampled ones.
+    assert len(by_kind["eval/greedy"]) == 3 and len(by_kind["eval/sampled"]) == 6
     assert all(s["response_length"] <= 4 for s in by_kind["eval/greedy"])
-    assert 4 < max(s["response_length"] for s in by_kind["eval/drawn"]) <= 6
+    assert 4 < max(s["response_length"] for s in by_kind["eval/sampled"]) <= 6
     evaluated = runs.metrics(finished / "run", "eval")
     assert all(
-        0 <= e[f"eval/{name}/reward"] <= 1 for e in evaluated for name in ("greedy", "drawn")
+        0 <= e[f"eval/{name}/reward"] <= 1 for e in evaluated for name in ("greedy", "sampled")
     )

@@ -159,7 +159,7 @@ def test_states_continue_a_sample(cut: int):
 def test_convolution_and_its_gradients_are_those_of_single_samples(
     heads: DeltaHeads, dtype: torch.dtype, lens: tuple[int, ...]
 ):
-    """Also where x is a part of wider rows, as Megatron's projections are."""
+    """Also where x is a part of wider rows, as Megatron's projections are, or transposed, and the weight frozen."""
     generator, width = torch.Generator(DEVICE).manual_seed(4), sum(heads.widths)
     wide = torch.randn(sum(lens), width + 16, generator=generator, device=DEVICE).to(dtype)
     weight = torch.randn(width, 4, generator=generator, device=DEVICE).to(dtype)
@@ -176,6 +176,10 @@ def test_convolution_and_its_gradients_are_those_of_single_samples(
     for name, one, other in zip(names, (*found, *grads), (*expected, *wanted), strict=True):
         assert one.dtype == dtype
         assert_near(one, other, TOLERANCE[dtype], name)
+    columns = inputs[0].detach()[:, 8:-8].t().contiguous().t().requires_grad_()
+    frozen = conv_heads(columns, inputs[1].detach(), borders.positions, heads)
+    (grad,) = torch.autograd.grad(frozen, [columns], probes)
+    assert all(map(torch.equal, (*frozen, grad), (*found, grads[0][:, 8:-8])))
 
 
 def naive_conv(

@@ -98,7 +98,7 @@ def test_deterministic_mode_on_the_gpu(qwen3: Path):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_guesses_change_no_token(checkpoint: Path, deterministic: bool):
+def test_draft_tokens_change_no_output_token(checkpoint: Path, deterministic: bool):
     """More rows of one request in one forward; without deterministic mode fp32 keeps rounding small."""
     if json.loads((checkpoint / "config.json").read_text())["model_type"].startswith(tuple(HYBRID)):
         pytest.skip("a state cannot be taken back when a draft token is rejected")

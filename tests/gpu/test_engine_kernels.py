@@ -256,17 +256,17 @@ def settings(count: int, temperature: float, seed: int = 0) -> SamplingState:
     )
 
 
-def draw(logits: torch.Tensor, given: SamplingState, position: int = 5):
+def sample_rows(logits: torch.Tensor, given: SamplingState, position: int = 5):
     rows = torch.arange(len(logits), dtype=torch.int32, device=DEVICE)
     return KERNELS.sample(logits, rows, torch.full_like(rows, position), given)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_draws_follow_the_distribution(temperature: float):
+def test_samples_follow_the_distribution(temperature: float):
     count, vocab = (200, 5) if INTERPRETED else (20000, 12)
     logits = (torch.randn(1, vocab, device=DEVICE) * 2).expand(count, -1).contiguous()
     given = settings(count, temperature)
-    found, log_probs = draw(logits, given)
+    found, log_probs = sample_rows(logits, given)
     expected = (logits[0] / temperature).softmax(-1)
     shares = torch.bincount(found.long(), minlength=vocab) / count
     bound = 5 * (expected * (1 - expected) / count).sqrt() + 1e-9  # five standard deviations
@@ -275,42 +275,42 @@ def test_draws_follow_the_distribution(temperature: float):
     assert torch.equal(given.last_tokens, found)
 
 
-def test_draws_are_those_of_the_cumulative_distribution():
+def test_samples_are_those_of_the_cumulative_distribution():
     """The same uniform number as on a CPU, looked up in fp64."""
     count, vocab = (20, 3000) if INTERPRETED else (500, 151936)
     logits = torch.randn(count, vocab, device=DEVICE) * 3
-    found, _ = draw(logits, settings(count, 0.8, seed=2**40))
-    draws = uniforms(np.arange(2**40, 2**40 + count), np.full(count, 6))
+    found, _ = sample_rows(logits, settings(count, 0.8, seed=2**40))
+    numbers = uniforms(np.arange(2**40, 2**40 + count), np.full(count, 6))
     total = (logits.double() / 0.8).softmax(-1).cumsum(-1)
-    expected = torch.searchsorted(total, torch.from_numpy(draws).to(DEVICE)[:, None])[:, 0]
-    # A draw may fall within rounding of the border between two tokens.
+    expected = torch.searchsorted(total, torch.from_numpy(numbers).to(DEVICE)[:, None])[:, 0]
+    # A uniform number may be within rounding of the boundary between two tokens.
     assert (found.long() != expected).sum() <= count // 100
 
 
-def test_rare_tokens_are_drawn_as_often_as_they_should():
+def test_rare_tokens_are_sampled_as_often_as_they_should():
     """A token of probability 1e-3 among many, which a coarse uniform number would distort."""
     if INTERPRETED:
-        pytest.skip("too many draws for the interpreter")
+        pytest.skip("too many samples for the interpreter")
     count, vocab = 200000, 2000
     logits = torch.zeros(1, vocab, device=DEVICE).expand(count, -1).contiguous()
-    found, _ = draw(logits.to(torch.bfloat16), settings(count, 1.0))
+    found, _ = sample_rows(logits.to(torch.bfloat16), settings(count, 1.0))
     counts = torch.bincount(found.long(), minlength=vocab).float()
     mean = count / vocab
     assert (counts.var() / mean - 1).abs() < 0.2  # Poisson: the variance is the mean
 
 
-def test_greedy_draws_and_independence_of_company():
+def test_greedy_sampling_and_independence_of_other_rows():
     vocab = 3000
     logits = torch.randn(6, vocab, device=DEVICE)
-    found, log_probs = draw(logits, settings(6, -1.0))
+    found, log_probs = sample_rows(logits, settings(6, -1.0))
     expected = logits.log_softmax(-1).max(-1)
     assert torch.equal(found.long(), expected.indices)
     torch.testing.assert_close(log_probs, expected.values, atol=1e-5, rtol=1e-5)
-    together, _ = draw(logits, settings(6, 0.8))
-    alone, _ = draw(logits[3:4], settings(1, 0.8, seed=3))
+    together, _ = sample_rows(logits, settings(6, 0.8))
+    alone, _ = sample_rows(logits[3:4], settings(1, 0.8, seed=3))
     assert together[3] == alone[0]
-    other, _ = draw(logits.expand(6, -1), settings(6, 5.0), position=6)
-    assert not torch.equal(other, draw(logits, settings(6, 5.0), position=7)[0])
+    other, _ = sample_rows(logits.expand(6, -1), settings(6, 5.0), position=6)
+    assert not torch.equal(other, sample_rows(logits, settings(6, 5.0), position=7)[0])
 
 
 @pytest.fixture
@@ -346,13 +346,13 @@ def test_nan_logits_give_a_token_of_the_vocabulary_and_a_nan_log_prob(
 ):
     logits = torch.randn(6, vocab, device=DEVICE)
     logits[5, : vocab // 2] = -float("inf")
-    expected, expected_log_probs = draw(logits, settings(6, temperature))
+    expected, expected_log_probs = sample_rows(logits, settings(6, temperature))
     logits[0] = float("nan")
     logits[1, 7] = float("nan")
     logits[2, -1] = float("nan")
     logits[3, vocab // 1024 * 1024 :] = float("nan")  # the last block
     state = settings(6, temperature)
-    found, log_probs = draw(logits, state)
+    found, log_probs = sample_rows(logits, state)
     assert ((found >= 0) & (found < vocab)).all()
     assert torch.equal(state.last_tokens, found)
     assert log_probs[:4].isnan().all()

@@ -147,7 +147,7 @@ def test_same_seed_and_prompt_give_the_same_tokens_in_any_company(qwen3: Path):
     assert other.output_ids != alone[0].output_ids
 
 
-def test_a_request_continued_from_its_partial_output_draws_the_same_tokens(qwen3: Path):
+def test_a_request_continued_from_its_partial_output_samples_the_same_tokens(qwen3: Path):
     prompt = make_prompts(1)[0]
     with local_engine(qwen3) as engine:
         whole = engine.generate([prompt], seeds=[3], max_new_tokens=30, ignore_eos=True)[0]

@@ -87,7 +87,7 @@ def outcome(local: LocalEngine, prompts: list[list[int]]) -> list[tuple]:
         for request in local.generate(prompts, **load):
             assert request.finish is not None
             results.append((request.output_ids, request.finish.kind, request.finish.matched))
-    # every page is back, those of tokens drawn after the end as well
+    # every page is back, including those of tokens sampled after the end
     assert local.engine.scheduler.pool.num_available == local.engine.sizes.num_pages
     return results
 

@@ -61,8 +61,8 @@ def run_loads(path: Path, prompts: list[list[int]], **options: Any):
 def test_tokens_are_those_of_decoding_one_by_one(model, prompts, limits: dict[str, Any]):
     path, options = model
     plain, plain_steps, _, _ = run_loads(path, prompts, **options)
-    guessed, steps, held, requests = run_loads(path, prompts, **options, **limits, **NGRAM)
-    for one, other in zip(plain, guessed, strict=True):
+    drafted, steps, held, requests = run_loads(path, prompts, **options, **limits, **NGRAM)
+    for one, other in zip(plain, drafted, strict=True):
         for (tokens, end, values), (tokens2, end2, values2) in zip(one, other, strict=True):
             assert (tokens2, end2) == (tokens, end)
             assert values2 == pytest.approx(values, abs=1e-4)
@@ -81,7 +81,7 @@ def test_deterministic_mode_gives_the_same_bits(model, prompts):
     assert run_loads(path, prompts, **fixed)[0] == run_loads(path, prompts, **fixed, **NGRAM)[0]
 
 
-def test_the_reply_tells_how_guesses_did_and_stops_where_it_should(tmp_path: Path):
+def test_the_reply_has_draft_token_statistics_and_stops_at_stop_tokens(tmp_path: Path):
     path = make_tiny_checkpoint(tmp_path, weight_scale=3.0)
     body: dict[str, Any] = {"input_ids": [5, 6, 7] * 9, "return_logprob": True}
     params = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}

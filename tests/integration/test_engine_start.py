@@ -77,14 +77,14 @@ def test_a_port_that_is_taken_meanwhile_costs_one_more_try(start, tmp_path):
     assert group.failed() == []
 
 
-def test_a_server_that_cannot_start_ends_in_its_own_last_words(start, tmp_path):
+def test_the_error_of_a_server_that_cannot_start_has_its_last_log_lines(start, tmp_path):
     with pytest.raises(UserError, match="the GPU is on fire") as error:
         start(["crash"])
     assert str(tmp_path / "run" / "logs" / "engine_0.log") in str(error.value)
     assert len(starts(tmp_path)) == 1  # another port would not help
 
 
-def test_a_server_that_is_not_up_is_asked_for_its_last_words(start, tmp_path):
+def test_last_log_lines_of_a_server_that_is_not_up(start, tmp_path):
     group = start(["silent"], wait=False)
     deadline = time.monotonic() + 180
     while "start 0: silent" not in group.last_log_lines():
@@ -249,7 +249,7 @@ def test_another_process_at_the_port_gets_no_key(tmp_path):
 
 
 @pytest.mark.parametrize("given", [{}, {"sglang_random_seed": 7}])
-def test_no_two_embedded_engines_draw_the_same(given: dict, tmp_path):
+def test_no_two_embedded_engines_sample_the_same(given: dict, tmp_path):
     args = make_args(rollout_engine="slime", **given)
     seeds = [
         option(

@@ -222,7 +222,7 @@ def test_custom_advantages_and_correction_reach_the_loss(run):
 
 
 def test_custom_reducer_replaces_the_sum_over_samples(run, models):
-    """One mean per row, over the eight executions of a step: what the plain loop gives without siblings."""
+    """One mean per row, over the eight trajectories of a step: equal to the naive loop with groups of one."""
     plain, reduced = run["plain"], run["reducer"]
     assert plain.metrics[0]["train/pg_loss"] != pytest.approx(reduced.metrics[0]["train/pg_loss"])
     rows = make_rows()

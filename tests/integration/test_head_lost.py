@@ -1,4 +1,4 @@
-"""A driver that is gone without a word, and a process whose Ray head is: both end, and it is said why."""
+"""A driver that died silently, and a process whose Ray head died: both end, and the reason is printed."""
 
 from __future__ import annotations
 
@@ -69,51 +69,51 @@ def raylet(tmp_path):
         yield path
 
 
-def words_of(tmp_path: Path, how: str = "", **facts: object) -> str:
-    """What is said when a driver ends, by it or for it."""
+def messages_of(tmp_path: Path, how: str = "", **facts: object) -> str:
+    """Return what is printed when a driver ends, by itself or by its monitor."""
     known = {"own_ray": [], "save": str(tmp_path / "saved"), "load": None, **facts}
     return _python(DRIVER, json.dumps(known), how).stderr
 
 
 def test_goodbye_is_silent(tmp_path, nobody, raylet):
-    assert words_of(tmp_path, "bye", head=nobody, raylet=raylet) == ""
+    assert messages_of(tmp_path, "bye", head=nobody, raylet=raylet) == ""
 
 
 def test_the_head_is_named_and_the_checkpoint(tmp_path, nobody, raylet):
     checkpoint = tmp_path / "saved" / "iter_0000007"
     checkpoint.mkdir(parents=True)
     (checkpoint / "meta.json").write_text("{}")
-    said = words_of(tmp_path, head=nobody, raylet=raylet)
-    assert said.startswith(
+    printed = messages_of(tmp_path, head=nobody, raylet=raylet)
+    assert printed.startswith(
         f"slime: Ray's head at {nobody} died or cannot be reached, and the driver"
     )
-    assert "on 10.0.0.9) ended with it" in said
-    assert f"The checkpoint after rollout 7 is in {tmp_path / 'saved'}: continue with" in said
-    assert f"ray start --address={nobody}" in said
+    assert "on 10.0.0.9) ended with it" in printed
+    assert f"The checkpoint after rollout 7 is in {tmp_path / 'saved'}: continue with" in printed
+    assert f"ray start --address={nobody}" in printed
 
 
 def test_the_raylet_is_named(tmp_path, head):
-    said = words_of(tmp_path, head=head, raylet=str(tmp_path / "nothing"))
-    assert "Ray's raylet on this node died" in said and "Nothing had been saved yet" in said
+    printed = messages_of(tmp_path, head=head, raylet=str(tmp_path / "nothing"))
+    assert "Ray's raylet on this node died" in printed and "Nothing had been saved yet" in printed
 
 
 def test_a_killed_driver(tmp_path, head, raylet):
-    said = words_of(tmp_path, head=head, raylet=raylet, save=None)
-    assert "was killed" in said and "--save was not given" in said
+    printed = messages_of(tmp_path, head=head, raylet=raylet, save=None)
+    assert "was killed" in printed and "--save was not given" in printed
 
 
 @pytest.mark.parametrize(("dead", "title"), [("0", "Ray's GCS"), ("1", "Ray's raylet")])
 def test_the_process_of_an_own_ray_that_died_first_is_named(tmp_path, nobody, dead, title):
     own = {"own_ray": ["gcs_server", "raylet"], "head": nobody, "raylet": "/nothing"}
-    said = words_of(tmp_path, dead, **own)
-    assert said.startswith(f"slime: {title} on this machine (pid ")
-    assert "memory" not in said and "Nothing had been saved yet" in said
+    printed = messages_of(tmp_path, dead, **own)
+    assert printed.startswith(f"slime: {title} on this machine (pid ")
+    assert "memory" not in printed and "Nothing had been saved yet" in printed
 
 
 def test_a_killed_driver_with_an_own_ray(tmp_path, nobody):
     own = {"own_ray": ["gcs_server", "raylet"], "head": nobody, "raylet": "/nothing"}
-    said = words_of(tmp_path, **own)
-    assert "was killed: by hand, or for lack of memory" in said and "Ray" not in said
+    printed = messages_of(tmp_path, **own)
+    assert "was killed: by hand, or for lack of memory" in printed and "Ray" not in printed
 
 
 def test_a_process_ends_with_its_head(nobody):
@@ -125,17 +125,17 @@ def test_a_process_goes_on_with_its_head(head):
 
 
 def test_a_process_goes_on_unwatched(nobody):
-    """The watch ends at once, and not the process with it when the head's time is over."""
-    assert _watch(nobody, "stop", "0", patience_s=20) == 0
+    """The watch ends at once, and the process survives the timeout of the head."""
+    assert _watch(nobody, "stop", "0", timeout_s=20) == 0
 
 
-def _watch(*words: str, patience_s: float = 0.6) -> int:
-    return _python(WATCHED, *words, patience_s=patience_s).returncode
+def _watch(*words: str, timeout_s: float = 0.6) -> int:
+    return _python(WATCHED, *words, timeout_s=timeout_s).returncode
 
 
-def _python(program: str, *words: str, patience_s: float = 0.6) -> subprocess.CompletedProcess[str]:
-    patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(patience_s)}
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **patience}
+def _python(program: str, *words: str, timeout_s: float = 0.6) -> subprocess.CompletedProcess[str]:
+    timeout = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(timeout_s)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **timeout}
     return subprocess.run(
         [sys.executable, "-c", program, *words],
         env=env,

@@ -109,7 +109,7 @@ def test_concurrency_is_bounded_per_engine_and_balanced(tmp_path, fake_engines):
     assert sum(counts) == 160 and min(counts) > 60
 
 
-def test_siblings_share_an_engine_for_its_prefix_cache(tmp_path, fake_engines):
+def test_samples_of_a_group_share_an_engine_for_its_prefix_cache(tmp_path, fake_engines):
     def all_are_there():
         return sum(len(engine.requests) for engine in both) == 40
 

@@ -68,7 +68,7 @@ def test_equal_rewards_give_zero_advantages_and_no_nan(tmp_path, fake_engines):
 
 
 def test_a_zero_length_response_keeps_its_place_without_weight(tmp_path, fake_engines):
-    """The engine ends at once for one of two siblings: reward and group size stand, the loss has one."""
+    """One of two samples of a group is empty: rewards and group size count both, the loss only one."""
 
     def script(request):
         if request.number == 0:

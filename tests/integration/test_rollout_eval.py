@@ -58,8 +58,10 @@ def test_rewards_pass_at_k_truncation_and_lengths(tmp_path, fake_engines):
     rewards = np.array(result.rewards).reshape(6, 4)
     assert rewards.sum(axis=1).tolist() == [0, 1, 2, 3, 4, 4]
     for k in (1, 2, 4):  # every way to draw k of the 4 samples
-        drawn = [[row[list(pick)].max() for pick in combinations(range(4), k)] for row in rewards]
-        assert output.metrics[f"eval/sums/pass@{k}"] == pytest.approx(np.mean(drawn))
+        best_of_k = [
+            [row[list(pick)].max() for pick in combinations(range(4), k)] for row in rewards
+        ]
+        assert output.metrics[f"eval/sums/pass@{k}"] == pytest.approx(np.mean(best_of_k))
     assert output.metrics["eval/sums/reward"] == rewards.mean()
     assert output.metrics["eval/sums/truncated"] == 1 / 24
     assert sum(result.truncated) == 1 and len(result.samples) == 24

@@ -26,15 +26,15 @@ def folder(tmp_path_factory):
 
 
 def random_args(folder, dice):
-    batch, siblings = dice.randint(1, 4), dice.randint(1, 3)
+    batch, group_size = dice.randint(1, 4), dice.randint(1, 3)
     # A batch in which every sample fails stops the run, as it should; large ones never come to that.
-    rewards = ["reward", "reward_sometimes_fails"] if batch * siblings >= 6 else ["reward"]
+    rewards = ["reward", "reward_sometimes_fails"] if batch * group_size >= 6 else ["reward"]
     args = rollout_args(
         folder,
         sums(dice.choice([3, 7, 20])),
         rollout_batch_size=batch,
         over_sampling_batch_size=batch + dice.randint(0, 4),
-        n_samples_per_prompt=siblings,
+        n_samples_per_prompt=group_size,
         rollout_shuffle=dice.random() < 0.5,
         rollout_seed=dice.randint(0, 1000),
         dynamic_sampling_filter_path=f"{HOOKS}.coin" if dice.random() < 0.6 else None,

@@ -293,8 +293,8 @@ def test_samples_that_a_hook_made_itself_can_be_trained_on(tmp_path, fake_engine
             r"returned \[None\]; expected a Sample",
         ),
         (
-            {"dynamic_sampling_filter_path": f"{HOOKS}.filter_without_a_verdict"},
-            "filter_without_a_verdict returned None; expected a bool",
+            {"dynamic_sampling_filter_path": f"{HOOKS}.filter_without_a_return"},
+            "filter_without_a_return returned None; expected a bool",
         ),
         (
             {"dynamic_sampling_filter_path": f"{HOOKS}.filter_with_a_pair"},

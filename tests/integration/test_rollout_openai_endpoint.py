@@ -253,7 +253,7 @@ def test_what_a_tool_returns_stays_text(run):
 
 
 def test_the_endpoint_refuses_web_pages(run):
-    """The session's name is secret, but a page may guess what a browser lets it send."""
+    """The session's name is secret, but a web page can try what a browser lets it send."""
     run("two_questions", lambda request: Reply(text="ok"))
     url = next(iter(RolloutContext.current().shared(RecordingEndpoint, dict).values())).result().url
     port = int(url.rsplit(":", 1)[1])

@@ -71,7 +71,7 @@ def test_log_probs_are_those_of_the_model(tmp_path, checkpoint, pool):
         assert len(sample.weight_versions) == sample.response_length
         assert "<|eos|>" not in sample.response
     check_against_hf(checkpoint, samples)
-    assert len({tuple(s.tokens) for s in samples}) > 20  # siblings differ
+    assert len({tuple(s.tokens) for s in samples}) > 20  # samples of a group differ
 
 
 def test_stop_strings_stay_in_the_text_and_the_end_token_does_not(tmp_path, checkpoint, pool):

@@ -20,7 +20,7 @@ from slime.weights.buckets import hf_views
 from tests.fsdp import ROLLOUT_IDS
 from tests.parity.tiny_families import NUM_LAYERS, make_family
 
-VOCAB_SIZE = 260  # tests.fsdp draws tokens below 256
+VOCAB_SIZE = 260  # tests.fsdp samples tokens below 256
 # name -> family, number of MTP layers
 MODELS = {
     "mimo": ("mimo", 1),

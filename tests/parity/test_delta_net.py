@@ -84,7 +84,7 @@ PACKED_IN: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
 Packing = tuple[list[int], list[list[int]]]  # lengths of samples, samples of each micro-batch
 
 
-def draw_packings(seed: int, count: int = 5) -> list[Packing]:
+def random_packings(seed: int, count: int = 5) -> list[Packing]:
     """Up to five samples of up to three chunks of the scan, in random order and micro-batches."""
     rng, packings = random.Random(seed), []
     for _ in range(count):
@@ -95,7 +95,7 @@ def draw_packings(seed: int, count: int = 5) -> list[Packing]:
     return packings
 
 
-PACKINGS = {name: draw_packings(seed) for seed, name in enumerate(PACKED_IN)}
+PACKINGS = {name: random_packings(seed) for seed, name in enumerate(PACKED_IN)}
 
 
 def compute_packed(rank: int, cases: dict[str, Any]) -> dict[str, list[Any]]:

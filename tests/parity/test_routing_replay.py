@@ -47,8 +47,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_training_repeats_the_engines_choices(case: Case):
-    """With experts drawn at random: log-probs and gradients are those of a model that is told them."""
-    experts = _draw_experts()
+    """With random experts: log-probs and gradients equal those of a model with the same forced choices."""
+    experts = _random_experts()
     hf = _forced(case.model)
     expected = [
         _forced_log_probs(hf, row, experts[row], case.args()) for row in range(len(experts))
@@ -84,7 +84,7 @@ def test_with_both_the_engines_choices_win_and_the_rest_is_recorded(case: Case):
         )
         for name, layout in LAYOUTS.items()
     }
-    experts = [rows.copy() for rows in _draw_experts()]
+    experts = [rows.copy() for rows in _random_experts()]
     for rows in experts:
         rows[-2:] = -1
     for name, held in run_megatron_ranks(_record_over_engine, 2, args, experts)[0].items():
@@ -174,13 +174,13 @@ def _rows_of_rank(actor: Any, count: int) -> list[int]:
     return list(range(count))
 
 
-def _draw_experts() -> list[np.ndarray]:
+def _random_experts() -> list[np.ndarray]:
     rng = np.random.default_rng(5)
-    draws = []
+    experts = []
     for tokens in make_rows(0).tokens:
         scores = rng.random((len(tokens), LAYERS, EXPERTS))
-        draws.append(np.argsort(scores, axis=-1)[..., :TOP].astype(np.int16))
-    return draws
+        experts.append(np.argsort(scores, axis=-1)[..., :TOP].astype(np.int16))
+    return experts
 
 
 def _forced(path: str) -> torch.nn.Module:

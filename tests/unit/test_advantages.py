@@ -29,17 +29,17 @@ def test_every_estimator_can_be_chosen():
 def naive_group_rewards(rewards, groups, estimator, std):
     result = []
     for reward, group in zip(rewards, groups, strict=True):
-        siblings = torch.tensor([r for r, g in zip(rewards, groups, strict=True) if g == group])
+        same_group = torch.tensor([r for r, g in zip(rewards, groups, strict=True) if g == group])
         if estimator in ("reinforce_plus_plus", "ppo"):
             result.append(reward)
-        elif len(siblings) == 1:
+        elif len(same_group) == 1:
             result.append(0.0)
         elif estimator == "rloo":
-            result.append(reward - (siblings.sum().item() - reward) / (len(siblings) - 1))
+            result.append(reward - (same_group.sum().item() - reward) / (len(same_group) - 1))
         else:
-            value = reward - siblings.mean().item()
+            value = reward - same_group.mean().item()
             if std and estimator in ("grpo", "gspo", "cispo"):
-                value /= siblings.std().item() + 1e-6
+                value /= same_group.std().item() + 1e-6
             result.append(value)
     return result
 

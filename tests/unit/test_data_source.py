@@ -18,7 +18,7 @@ def prompts(groups):
     return [group[0].prompt for group in groups]
 
 
-def test_siblings_and_numbering_over_epochs(tmp_path):
+def test_groups_and_numbering_over_epochs(tmp_path):
     source = RolloutDataSource(rollout_args(tmp_path, sums(3), n_samples_per_prompt=2))
     groups = source.get_samples(4) + source.get_samples(3)
     expected = [sums(3)[i % 3]["input"] for i in range(7)]

@@ -29,14 +29,14 @@ def test_every_row_is_there_and_each_that_is_not_ok_says_what_to_do():
     assert version is not None and version in checks["torch"].found
 
 
-def test_json_holds_the_same_rows_and_the_verdict(capsys: pytest.CaptureFixture[str]):
+def test_json_has_the_same_rows_and_the_result(capsys: pytest.CaptureFixture[str]):
     status = main(["--json"])
     reply = json.loads(capsys.readouterr().out)
     assert reply["quickstart"] is (status == 0)
     assert [row["name"] for row in reply["checks"]] == [c.name for c in doctor.examine()]
 
 
-def test_only_a_needed_row_decides_the_verdict(capsys: pytest.CaptureFixture[str]):
+def test_only_a_needed_row_decides_the_result(capsys: pytest.CaptureFixture[str]):
     fine = Check(name="torch", status="warning", found="2.10")
     optional = Check(name="GPUs", status="missing", found="none", needed=False)
     needed = Check(name="Ray", status="missing", found="none", advice="pip install ray")

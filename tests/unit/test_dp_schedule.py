@@ -80,7 +80,7 @@ def test_micro_batches_keep_to_their_budget(inputs):
 
 @settings(deadline=None, max_examples=100)
 @given(inputs=schedule_inputs())
-def test_fillers_repeat_a_row_of_the_rank_and_rows_of_ranks_are_disjoint(inputs):
+def test_dummy_micro_batches_repeat_a_row_of_the_rank_and_rows_of_ranks_are_disjoint(inputs):
     schedules = make_schedule(**inputs)
     num_rows = len(inputs["total_lens"])
     owned = []

@@ -94,7 +94,7 @@ def test_uneven_groups(estimator):
 
 @pytest.mark.parametrize("estimator", sorted(RECIPES))
 def test_equal_rewards(estimator):
-    """Nothing is better than its siblings, so there is no gradient; without a group baseline there is."""
+    """No sample is better than its group, so there is no gradient; without a group baseline there is."""
     rows, loss, learns = advantages_and_loss(
         [sample(i, 0, 0.7) for i in range(4)], advantage_estimator=estimator
     )

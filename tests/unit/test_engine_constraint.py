@@ -51,10 +51,10 @@ def generate(requests: list[Request]) -> list[str]:
     generator = torch.Generator().manual_seed(0)
     while running := [request for request in requests if request.finish is None]:
         logits = torch.randn(len(running), VOCAB, generator=generator) * 3
-        drawn = sample(logits, running)
+        sampled = sample(logits, running)
         plain = torch.log_softmax(logits, dim=-1)
         for i, (request, token, value) in enumerate(
-            zip(running, drawn.tokens, drawn.log_probs, strict=True)
+            zip(running, sampled.tokens, sampled.log_probs, strict=True)
         ):
             assert value == pytest.approx(plain[i, token].item(), abs=1e-5)
             assert not (request.constraint and request.constraint.error)

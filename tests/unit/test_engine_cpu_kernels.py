@@ -129,7 +129,7 @@ def test_norm_and_activation(kernels: CpuKernels, size: int):
 
 
 @pytest.mark.parametrize("vocab", [5, 256, 1000])
-def test_draws(kernels: CpuKernels, vocab: int):
+def test_sampling(kernels: CpuKernels, vocab: int):
     torch.manual_seed(vocab)
     count = 400
     logits = torch.randn(count, vocab) * 3
@@ -144,10 +144,10 @@ def test_draws(kernels: CpuKernels, vocab: int):
     positions = torch.full((count,), 9, dtype=torch.int32)
     tokens, log_probs = kernels.sample(logits, rows, positions, settings)
     scaled = logits / temperatures.abs()[:, None]
-    draws = torch.from_numpy(uniforms(np.arange(count), np.full(count, 10)))
-    expected = torch.searchsorted(scaled.double().softmax(-1).cumsum(-1), draws[:, None])[:, 0]
+    numbers = torch.from_numpy(uniforms(np.arange(count), np.full(count, 10)))
+    expected = torch.searchsorted(scaled.double().softmax(-1).cumsum(-1), numbers[:, None])[:, 0]
     expected[::3] = logits[::3].argmax(-1)
-    # A draw may fall within rounding of the border between two tokens.
+    # A uniform number may be within rounding of the boundary between two tokens.
     assert (tokens.long() != expected).sum() <= 1
     assert torch.equal(settings.last_tokens, tokens)
     chosen = scaled.log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
@@ -155,11 +155,11 @@ def test_draws(kernels: CpuKernels, vocab: int):
 
 
 @pytest.mark.parametrize("vocab", [5, 300])
-def test_barred_tokens_are_not_drawn_but_count_in_the_log_probs(kernels: CpuKernels, vocab: int):
+def test_barred_tokens_are_not_sampled_but_count_in_the_log_probs(kernels: CpuKernels, vocab: int):
     torch.manual_seed(vocab)
     count = 200
     logits = torch.randn(count, vocab) * 3
-    logits[:, 0] = 60.0  # would be drawn in every row that does not bar it
+    logits[:, 0] = 60.0  # would be sampled in every row that does not bar it
     temperatures = torch.full((count,), 0.8)
     temperatures[::3] = -1.0
     settings = SamplingState(
@@ -175,8 +175,8 @@ def test_barred_tokens_are_not_drawn_but_count_in_the_log_probs(kernels: CpuKern
     scaled = logits / temperatures.abs()[:, None]
     open_ones = scaled.double().clone()
     open_ones[::2, [0, vocab - 1]] = float("-inf")
-    draws = torch.from_numpy(uniforms(np.arange(count), np.full(count, 10)))
-    expected = torch.searchsorted(open_ones.softmax(-1).cumsum(-1), draws[:, None], right=True)
+    numbers = torch.from_numpy(uniforms(np.arange(count), np.full(count, 10)))
+    expected = torch.searchsorted(open_ones.softmax(-1).cumsum(-1), numbers[:, None], right=True)
     expected = expected[:, 0]
     expected[::3] = open_ones[::3].argmax(-1)
     assert (tokens.long() != expected).sum() <= 1
@@ -186,13 +186,13 @@ def test_barred_tokens_are_not_drawn_but_count_in_the_log_probs(kernels: CpuKern
     torch.testing.assert_close(log_probs.double(), chosen, atol=1e-4, rtol=1e-5)
 
 
-def test_rounding_at_the_end_of_a_chunk_draws_no_token_that_has_no_chance(kernels: CpuKernels):
+def test_rounding_at_the_end_of_a_chunk_samples_no_token_of_probability_0(kernels: CpuKernels):
     """Each small weight is rounded up where it is added to 1, so the sum is more than there is to find."""
     logits = torch.full((1, 256), math.log(6.1e-8))
     logits[0, 0], logits[0, -1] = 0.0, -80.0
     seeds = np.arange(2_000_000, dtype=np.uint64)
-    draws = uniforms(seeds, np.full(len(seeds), 10))
-    highest = seeds[np.argsort(draws)[-50:]].astype(np.int64)  # draws within 2e-5 of 1
+    numbers = uniforms(seeds, np.full(len(seeds), 10))
+    highest = seeds[np.argsort(numbers)[-50:]].astype(np.int64)  # uniform numbers within 2e-5 of 1
     settings = SamplingState(
         temperatures=torch.ones(50),
         seeds=torch.from_numpy(highest),

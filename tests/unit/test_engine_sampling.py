@@ -32,7 +32,7 @@ def make_logits(rows: int = 1) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0)) * 2
 
 
-def draw_many(logits: torch.Tensor, count: int = 4000, **params) -> np.ndarray:
+def sample_many(logits: torch.Tensor, count: int = 4000, **params) -> np.ndarray:
     """Relative frequency of each token over many seeds."""
     requests = [make_request(seed, **params) for seed in range(count)]
     tokens = sample(logits.expand(count, -1), requests).tokens
@@ -41,32 +41,32 @@ def draw_many(logits: torch.Tensor, count: int = 4000, **params) -> np.ndarray:
 
 def test_greedy_takes_the_most_probable_and_reports_its_log_prob_at_temperature_one():
     logits = make_logits(3)
-    draw = sample(logits, [make_request(temperature=0.0) for _ in range(3)])
+    sampled = sample(logits, [make_request(temperature=0.0) for _ in range(3)])
     expected = logits.log_softmax(-1).max(-1)
-    assert draw.tokens == expected.indices.tolist()
-    assert draw.log_probs == pytest.approx(expected.values.tolist(), abs=1e-6)
+    assert sampled.tokens == expected.indices.tolist()
+    assert sampled.log_probs == pytest.approx(expected.values.tolist(), abs=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [1e-7, 1e-40, 1e-320])
 def test_hardly_any_temperature_is_greedy_and_not_a_division_by_zero(temperature: float):
     logits = make_logits(2)
-    draw = sample(logits, [make_request(temperature=temperature) for _ in range(2)])
+    sampled = sample(logits, [make_request(temperature=temperature) for _ in range(2)])
     expected = logits.log_softmax(-1).max(-1)
-    assert draw.tokens == expected.indices.tolist()
-    assert draw.log_probs == pytest.approx(expected.values.tolist(), abs=1e-6)
+    assert sampled.tokens == expected.indices.tolist()
+    assert sampled.log_probs == pytest.approx(expected.values.tolist(), abs=1e-6)
 
 
-def test_any_temperature_at_all_draws_evenly_from_what_is_allowed():
-    draw = sample(make_logits(), [make_request(temperature=1e300, min_new_tokens=1)])
-    assert draw.log_probs == pytest.approx([-math.log(VOCAB)], abs=1e-6)
-    assert draw.tokens != [0]
+def test_a_huge_temperature_samples_evenly_from_the_allowed_tokens():
+    sampled = sample(make_logits(), [make_request(temperature=1e300, min_new_tokens=1)])
+    assert sampled.log_probs == pytest.approx([-math.log(VOCAB)], abs=1e-6)
+    assert sampled.tokens != [0]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 def test_frequencies_follow_the_scaled_distribution(temperature: float):
     logits = make_logits()
     expected = (logits[0] / temperature).softmax(-1).numpy()
-    found = draw_many(logits, temperature=temperature)
+    found = sample_many(logits, temperature=temperature)
     # five standard deviations of a binomial share
     assert np.all(np.abs(found - expected) < 5 * np.sqrt(expected * (1 - expected) / 4000) + 1e-9)
 
@@ -87,7 +87,7 @@ def test_filters_keep_exactly_the_tokens_a_loop_keeps(params: dict):
         if in_k and in_p and in_min:
             kept.add(token)
         before += probs[token]
-    found = draw_many(logits, **params)
+    found = sample_many(logits, **params)
     assert {t for t in range(VOCAB) if found[t] > 0} == kept
     total = sum(probs[t] for t in kept)
     for token in kept:
@@ -101,13 +101,13 @@ def test_log_probs_are_of_the_temperature_alone_whatever_the_filters():
         make_request(5, temperature=0.7, top_k=2),
         make_request(6, temperature=1.3, top_p=0.5, frequency_penalty=1.0),
     ]
-    draw = sample(logits, requests)
+    sampled = sample(logits, requests)
     for row, temperature in enumerate((0.7, 1.3)):
-        expected = (logits[row] / temperature).log_softmax(-1)[draw.tokens[row]].item()
-        assert draw.log_probs[row] == pytest.approx(expected, abs=1e-6)
+        expected = (logits[row] / temperature).log_softmax(-1)[sampled.tokens[row]].item()
+        assert sampled.log_probs[row] == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_row_draws_the_same_token_alone_and_among_others():
+def test_a_row_samples_the_same_token_alone_and_among_others():
     logits = make_logits(6)
     requests = [
         make_request(

@@ -1,4 +1,4 @@
-"""DraftHistory by prompt lookup: where they come from, which draws are kept, and that the distribution stays."""
+"""Draft tokens by prompt lookup: their source, which samples are accepted, and the unchanged distribution."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def find_slowly(text: list[int]) -> int | None:
 def test_the_latest_longest_match_is_found_however_the_text_grew():
     rng = random.Random(0)
     for _ in range(200):
-        guesses, text = DraftHistory(), [rng.randrange(3) for _ in range(rng.randint(1, 6))]
+        history, text = DraftHistory(), [rng.randrange(3) for _ in range(rng.randint(1, 6))]
         while len(text) < 40:
-            assert guesses.find(text) == find_slowly(text), text
+            assert history.find(text) == find_slowly(text), text
             text += [rng.randrange(3) for _ in range(rng.randint(1, 3))]
 
 
@@ -75,11 +75,11 @@ def test_a_draft_keeps_to_the_window_and_shrinks_when_it_was_wrong():
 @pytest.mark.parametrize(
     "params", [{"repetition_penalty": 1.1}, {"min_new_tokens": 3}, {"logit_bias": {1: 2.0}}]
 )
-def test_nothing_is_guessed_where_a_draw_depends_on_the_tokens_before(params: dict):
+def test_no_draft_if_sampling_depends_on_the_tokens_before(params: dict):
     assert Drafter(12).draft(make_request([7] * 5, **params), 8) == []
 
 
-def test_draws_behind_a_wrong_guess_are_dropped():
+def test_samples_after_a_rejected_draft_token_are_dropped():
     a, b, c = (make_request([1]) for _ in range(3))
     for request in (a, b):
         request.draft_history = DraftHistory()
@@ -116,11 +116,11 @@ def test_the_distribution_is_the_models_own():
             text = request.token_ids + draft
             rows = list(range(len(request.token_ids) - 1, len(text)))
             logits = chain[torch.tensor([text[i] for i in rows])].log()
-            draw = sample(logits, [request] * len(rows), np.array(rows) + 1)
+            sampled = sample(logits, [request] * len(rows), np.array(rows) + 1)
             output = StepOutput(
                 requests=[request] * len(rows),
-                tokens=draw.tokens,
-                log_probs=draw.log_probs,
+                tokens=sampled.tokens,
+                log_probs=sampled.log_probs,
                 scored=[],
             )
             request.token_ids += accept_drafts(output, {request: draft}).tokens
@@ -131,7 +131,7 @@ def test_the_distribution_is_the_models_own():
         expected = math.prod(float(chain[a, b]) for a, b in steps)
         spread = math.sqrt(expected * (1 - expected) / count)
         assert abs(texts[text] / count - expected) < 4.5 * spread, text
-    assert forwards < 0.9 * new * count  # guesses were right often enough to matter
+    assert forwards < 0.9 * new * count  # enough draft tokens were accepted to matter
 
 
 @pytest.mark.parametrize(

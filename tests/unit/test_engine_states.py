@@ -135,10 +135,10 @@ def test_long_prompts_are_saved_after_every_chunk():
     model.add(make_request(prompt))
     model.step()
     model.step()
-    sibling = model.add(make_request(prompt))
+    second = model.add(make_request(prompt))
     while model.scheduler.has_requests:
         model.step()
-    assert sibling.num_cached >= 32
+    assert second.num_cached >= 32
 
 
 def test_the_least_recently_used_state_makes_room():

@@ -1,4 +1,4 @@
-r"""Answers written in odd ways, against truth derived by hand or math-verify's own verdict."""
+r"""Answers written in odd ways, against truth derived by hand or math-verify's own grade."""
 
 from __future__ import annotations
 

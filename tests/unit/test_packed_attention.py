@@ -58,6 +58,7 @@ def test_a_long_sample_is_a_kernel_call_of_its_own():
     assert [run.cu_seqlens is None for run in runs] == [False, True, False, True, True, False]
     assert [run.longest for run in runs] == [max(members) for members in found]
     assert [run.tokens for run in runs] == [sum(members) for members in found]
+    assert [run.padding for run in runs] == [0, 0, 0, 215, 240, 0]
 
 
 def _naive(query, key, value, lens, scaling, window, sinks=None):

@@ -140,13 +140,13 @@ def test_columns_of_further_tokens_stay_inside_their_row(cp_size):
             np.testing.assert_allclose(column.numpy(), expected, rtol=1e-6)
 
 
-def test_a_filler_has_no_weight_for_further_tokens():
+def test_a_dummy_micro_batch_has_no_mtp_weights():
     batch = random_batch(2, seed=3)
     alone = ParallelInfo()
-    filler = pack(batch, [0, 1], alone, dummy=True, mtp_layers=1)
-    turned = pack(batch, [0, 1], alone, mtp_layers=1)
-    assert turned.mtp_weights.any()
-    assert not filler.mtp_weights.any() and not turned.as_dummy().mtp_weights.any()
+    dummy = pack(batch, [0, 1], alone, dummy=True, mtp_layers=1)
+    real = pack(batch, [0, 1], alone, mtp_layers=1)
+    assert real.mtp_weights.any()
+    assert not dummy.mtp_weights.any() and not real.as_dummy().mtp_weights.any()
     assert pack(batch, [0, 1], alone).mtp_labels is None
 
 
@@ -177,7 +177,7 @@ def test_unpack_gives_back_the_rows(cp_size):
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_a_filler_counts_for_nothing(cp_size):
+def test_a_dummy_micro_batch_has_no_weight(cp_size):
     batch = random_batch(3)
     here = ParallelInfo(cp_rank=cp_size - 1, cp_size=cp_size)
     dummy, real = (pack(batch, [1, 2], here, dummy=f) for f in (True, False))
@@ -187,7 +187,7 @@ def test_a_filler_counts_for_nothing(cp_size):
     torch.testing.assert_close(dummy.tokens, real.tokens)
 
 
-def test_a_batch_turned_into_a_filler_is_one_and_leaves_the_original():
+def test_as_dummy_returns_a_dummy_and_leaves_the_original():
     real = pack(random_batch(3), [1, 2], ParallelInfo())
     weights = real.loss_weights.clone()
     dummy = real.as_dummy()

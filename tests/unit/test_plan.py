@@ -89,6 +89,7 @@ def count(parameters, *, ranks=1, step=8, dense=36):
             for i in range(ranks)
         ],
         attention_repeats_keys=False,
+        long_sample=4096,
         torch_version="2",
     )
 
@@ -202,6 +203,18 @@ def test_a_layer_keeps_what_the_docstring_lists(folder):
     by_hand = 2 * h + (q + 2 * kv) + q + q + 2 * q + q + 2 * f
     log_sums = 32 * 2
     assert cost.dense.total == by_hand + log_sums
+
+
+def test_long_samples_keep_their_outputs_twice_but_no_repeated_keys(folder):
+    def kept(**options: bool) -> float:
+        with planned_args(argv(folder), PlanOptions()) as args:
+            return layer_cost(args, shape_of(QWEN3_4B), Sizes(world=1), **options).dense.total
+
+    q, kv = 4096, 1024
+    short, repeating = kept(repeats_keys=False), kept(repeats_keys=True)
+    assert kept(repeats_keys=False, long_samples=True) == short + q
+    assert repeating > short + q - 2 * kv
+    assert kept(repeats_keys=True, long_samples=True) == max(repeating, short + q)
 
 
 def test_a_hybrid_layer_keeps_the_average_of_both_kinds(tmp_path):
@@ -346,7 +359,7 @@ def test_recurrent_states_by_hand(tmp_path):
 # ---- verdict
 
 
-def test_verdicts(folder):
+def test_a_plan_fits_or_does_not(folder):
     assert plan_of(folder, count(10**8), gib=80).verdict == "fits"
     needed = plan_of(folder, count(10**9), gib=200).fullest.total / GIB
     assert plan_of(folder, count(4 * 10**9), gib=24).verdict == "does not fit"

@@ -313,7 +313,7 @@ def test_metrics_are_the_same_however_rows_are_spread():
     assert every[0]["loss"].total == pytest.approx(naive_value_and_gradients(batch)[0], rel=1e-5)
 
 
-def test_a_filler_has_no_loss_but_a_gradient_of_zero():
+def test_a_dummy_micro_batch_has_no_loss_but_a_gradient_of_zero():
     packed = pack(batch_and_log_probs(), [0, 1], ParallelInfo(), dummy=True)
     for estimator in ("grpo", "gspo", "cispo"):
         log_probs = torch.zeros(len(packed.tokens), requires_grad=True)

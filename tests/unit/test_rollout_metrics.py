@@ -89,12 +89,12 @@ def test_all_failed():
 
 
 @pytest.mark.parametrize("total", [1, 3, 6])
-def test_pass_at_k_counts_every_draw(total):
+def test_pass_at_k_counts_every_subset(total):
     for correct in range(total + 1):
         rewards = np.array([1] * correct + [0] * (total - correct))
         for k in range(1, total + 1):
-            draws = [rewards[list(pick)].max() for pick in combinations(range(total), k)]
-            assert pass_at_k(total, correct, k) == pytest.approx(np.mean(draws))
+            best = [rewards[list(pick)].max() for pick in combinations(range(total), k)]
+            assert pass_at_k(total, correct, k) == pytest.approx(np.mean(best))
 
 
 def test_pass_at_k_of_many_samples_does_not_overflow():

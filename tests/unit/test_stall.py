@@ -55,7 +55,7 @@ def test_without_counts_the_one_outside_of_a_collective():
     assert labels(answers) == ["trainer rank 1"]
 
 
-def test_the_text_has_phase_call_stack_and_verdict():
+def test_the_text_has_phase_call_stack_and_cause():
     text = describe([answer(0, (8, 5)), answer(1, (7, 5), ("hook.py:3 in nap",))])
     assert "trainer rank 1 (pid 101) has been in train/steps for 29 s (train > train/steps)" in text
     assert "    hook.py:3 in nap" in text

@@ -18,7 +18,7 @@ from tests.synthetic_run import make_row
 
 
 def make_groups(num_groups: int, size: int) -> list[SampleRow]:
-    """Sibling k of every group has reward k."""
+    """Sample k of every group has reward k."""
     return [
         make_row(g, g * size + k, reward=float(k)) for g in range(num_groups) for k in range(size)
     ]
@@ -32,7 +32,7 @@ def test_bounded_in_order_and_without_repeats(num_groups: int, size: int):
     assert len(chosen) == 8 or num_groups * size < 8 or size < 8
 
 
-def test_siblings_show_the_best_and_the_worst_of_their_group():
+def test_groups_show_the_best_and_the_worst_sample():
     rows = make_groups(16, 8)
     by_group: dict[int, list[float]] = {}
     for number in choose_rows(rows, 8):

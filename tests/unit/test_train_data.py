@@ -45,7 +45,7 @@ def test_overlong_answers_lose_reward_before_normalisation():
     assert batch.rewards[0] > 0 > batch.rewards[1]
 
 
-def test_a_failed_sample_neither_learns_nor_moves_its_siblings():
+def test_a_failed_sample_neither_learns_nor_changes_its_group():
     healthy = [sample(0, 0, 1.0), sample(1, 0, 0.0)]
     failed = sample(2, 0, 0.0, status=Status.FAILED, remove_sample=True)
     alone = samples_to_batch(make_args(), healthy)
