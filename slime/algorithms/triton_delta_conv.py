@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 from slime.algorithms.gated_delta import NORM_EPS, DeltaHeads
 
@@ -31,6 +32,7 @@ def conv_heads(
     heads: DeltaHeads,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return query and key [T, key heads, key dim], normalized, query scaled; value [T, value heads, value dim]."""
+    assert len(positions) == len(x), "lengths of the samples do not add up to the tokens"
     return _ConvHeads.apply(x, weight, positions, heads)  # type: ignore[return-value]
 
 
@@ -53,14 +55,17 @@ class _ConvHeads(torch.autograd.Function):
         return query, key, value
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, positions = ctx.saved_tensors
         grid, (channels, taps) = _grid(x, ctx.heads), weight.shape
+        trained = ctx.needs_input_grad[1]  # a frozen weight has no gradient
         d_pre = x.new_empty(x.shape)
-        sums = x.new_empty(grid[0], taps, channels, dtype=torch.float32)
+        sums = x.new_empty(grid[0] if trained else 0, taps, channels, dtype=torch.float32)
         conv_backward_kernel[grid](
             *(x, weight, positions, *(grad.contiguous() for grad in grads), d_pre, sums),
             *(len(x), x.stride(0)),
+            WEIGHT_GRAD=trained,
             **_options(x, weight, ctx.heads),
         )
         d_x = torch.empty_like(d_pre)
@@ -70,7 +75,8 @@ class _ConvHeads(torch.autograd.Function):
             BLOCK_T=_TOKENS,
             BLOCK_C=_COLUMNS,
         )
-        return d_x, sums.sum(0).t().to(weight.dtype), None, None
+        d_weight = sums.sum(0).t().to(weight.dtype) if trained else None
+        return d_x, d_weight, None, None
 
 
 def _grid(x: torch.Tensor, heads: DeltaHeads) -> tuple[int, int]:
@@ -172,6 +178,7 @@ def conv_backward_kernel(
     tokens, x_stride,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TAPS: tl.constexpr, EPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    WEIGHT_GRAD: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -205,12 +212,13 @@ def conv_backward_kernel(
         grad.to(d_pre.dtype.element_ty),
         mask=real,
     )
-    for back in tl.static_range(TAPS):
-        before, _ = _tap(
-            x, weight, token, position, inside, channel, in_head, tokens, x_stride, back, TAPS
-        )
-        at_sum = (tl.program_id(0) * TAPS + TAPS - 1 - back) * channels + channel
-        tl.store(sums + at_sum, tl.sum(grad * before, 0), mask=in_head)
+    if WEIGHT_GRAD:
+        for back in tl.static_range(TAPS):
+            before, _ = _tap(
+                x, weight, token, position, inside, channel, in_head, tokens, x_stride, back, TAPS
+            )
+            at_sum = (tl.program_id(0) * TAPS + TAPS - 1 - back) * channels + channel
+            tl.store(sums + at_sum, tl.sum(grad * before, 0), mask=in_head)
 
 
 @triton.jit

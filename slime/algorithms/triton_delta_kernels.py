@@ -100,8 +100,8 @@ def prepare_kernel(
     # 1 + A = x^-1 (1 + x L) with L below those blocks, and (x L)^4 = 0.
     below = tl.where(same_block | (column > row), 0.0, kk * b[:, None] * _decay_between(c, "lower"))
     dtype = u.dtype.element_ty
-    # The result is rounded to the dtype of u: 16 bits need no more than TF32.
-    PRECISION: tl.constexpr = "tf32x3" if dtype == tl.float32 else "tf32"
+    # The result is rounded to the dtype of u, and bfloat16 has fewer bits than TF32.
+    PRECISION: tl.constexpr = "tf32" if dtype == tl.bfloat16 else "tf32x3"
     below = tl.dot(x, below, input_precision=PRECISION)
     solved = x
     for _ in range(BLOCKS - 1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _ATTENTION = {"fused": "fused attention (cuDNN)", "unfused": "unfused attention"}
-_PACKED = "packed attention (torch's FlashAttention)"
+_PACKED = "packed attention"
 _SCAN = "gated delta nets"
 
 
@@ -19,8 +19,7 @@ def layer_summary(
 ) -> str:
     """Return the implementation of each kind of layer; `attention` is --attention-backend.
 
-    Example: "TransformerEngine: linear layers, norms, grouped experts; slime: packed attention
-    (torch's FlashAttention), log-probs".
+    Example: "TransformerEngine: linear layers, norms, grouped experts; slime: packed attention, log-probs".
     """
     scan = [_SCAN] if delta_nets else []
     if not te:

@@ -125,6 +125,7 @@ class ModelCount:
     whole: WholeModel
     ranks: list[RankModel]
     attention_repeats_keys: bool  # the installed torch's attention kernel has no GQA
+    long_sample: int  # tokens from which cuDNN may compute a sample
     torch_version: str
     # other models of engines, by folder
     served: dict[str, WholeModel] = field(default_factory=dict)
@@ -232,7 +233,7 @@ def _answer(request: CountRequest) -> dict:
 def _count(request: CountRequest) -> ModelCount:
     import torch
 
-    from slime.backends.kernels.packed_attention import repeats_keys
+    from slime.backends.kernels.packed_attention import LONG_SAMPLE, repeats_keys
     from slime.config.lora import LoraConfig
 
     model = request.args.hf_checkpoint, bool(request.args.multimodal_keys)
@@ -248,6 +249,7 @@ def _count(request: CountRequest) -> ModelCount:
         whole=whole,
         ranks=ranks,
         attention_repeats_keys=repeats_keys(),
+        long_sample=LONG_SAMPLE,
         torch_version=torch.__version__,
         adapters=adapters,
     )

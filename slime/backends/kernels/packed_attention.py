@@ -25,9 +25,9 @@ except ImportError:  # pragma: no cover - torch without the kernel
 # Samples share a padded SDPA call if the shortest has at least this fraction of the longest's
 # tokens. Below it the padding costs more than another call.
 _MIN_LENGTH_RATIO = 0.8
-# From this length on, cuDNN computes a sample on Hopper GPUs and later ones. It compiles a graph for
-# every new length, so lengths are padded to multiples of _LONG_STEP.
-_LONG, _LONG_STEP = 4096, 512
+# From this length on, cuDNN computes a sample on Hopper GPUs. It compiles a graph for every new length, and
+# some of its releases are wrong for odd ones, so lengths are padded to multiples of _LONG_STEP.
+LONG_SAMPLE, _LONG_STEP = 4096, 512
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class PackedRun:
     tokens: int
     longest: int
     cu_seqlens: torch.Tensor | None  # [samples + 1] int32; None: a long sample
+    padding: int = 0  # tokens appended to a long sample
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def attend_packed(
     if window is not None and window >= layout.max_seqlen:
         window = None
     if sinks is None and _has_varlen_kernel(query, value):
-        if window is None and layout.max_seqlen >= _LONG and _has_long_kernel(query):
+        if window is None and layout.max_seqlen >= LONG_SAMPLE and _has_long_kernel(query):
             return _attend_runs(query, key, value, layout, scale)
         offsets = (layout.cu_seqlens, layout.cu_seqlens)
         longest = (layout.max_seqlen, layout.max_seqlen)
@@ -157,14 +158,17 @@ def repeats_keys() -> bool:
 
 def _has_long_kernel(query: torch.Tensor) -> bool:
     fits = query.shape[-1] <= 128 and query.shape[-1] % 8 == 0
+    allowed = torch.backends.cuda.cudnn_sdp_enabled()
     # Its backward pass adds in any order.
-    return fits and not torch.are_deterministic_algorithms_enabled() and _is_hopper(query.device)
+    any_order = not torch.are_deterministic_algorithms_enabled()
+    return fits and allowed and any_order and _is_hopper(query.device)
 
 
 @lru_cache
 def _is_hopper(device: torch.device) -> bool:
-    """Return whether cuDNN's kernels are faster than FlashAttention 2 on this GPU."""
-    return torch.cuda.get_device_capability(device)[0] >= 9 and torch.backends.cudnn.is_available()
+    if torch.version.hip is not None or not torch.backends.cudnn.is_available():
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _attend_runs(
@@ -176,10 +180,13 @@ def _attend_runs(
 ) -> torch.Tensor:
     sizes = [run.tokens for run in layout.runs]
     parts = (x.split(sizes) for x in (query, key, value))
+    # Padded samples are saved as copies. Views of the others would keep all tokens a second time.
+    copies = any(run.padding for run in layout.runs)
     outs = []
-    for run, q, k, v in zip(layout.runs, *parts, strict=True):
+    for run, *part in zip(layout.runs, *parts, strict=True):
+        q, k, v = (x.clone() for x in part) if copies and not run.padding else part
         if run.cu_seqlens is None:
-            outs.append(_attend_long(q, k, v, scale))
+            outs.append(_attend_long(q, k, v, run.padding, scale))
         else:
             offsets, longest = (run.cu_seqlens, run.cu_seqlens), (run.longest, run.longest)
             outs.append(_call_varlen_kernel(q, k, v, offsets, longest, scale, None))
@@ -187,10 +194,10 @@ def _attend_runs(
 
 
 def _attend_long(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: int, scale: float | None
 ) -> torch.Tensor:
     """Attend within one sample by cuDNN, padded at its end, where causal attention needs no mask."""
-    padding, inputs = -len(query) % _LONG_STEP, (query, key, value)
+    inputs = (query, key, value)
     if padding:
         inputs = tuple(F.pad(x, (0, 0, 0, 0, 0, padding)) for x in inputs)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in inputs)  # [1, heads, L, D]
@@ -262,10 +269,10 @@ def _offsets(lens: list[int], device: torch.device) -> torch.Tensor:
 
 
 def _runs(lens: list[int], device: torch.device) -> Iterator[PackedRun]:
-    for long, group in groupby(lens, lambda length: length >= _LONG):
+    for long, group in groupby(lens, lambda length: length >= LONG_SAMPLE):
         members = list(group)
         if long:
-            yield from (PackedRun(length, length, None) for length in members)
+            yield from (PackedRun(n, n, None, -n % _LONG_STEP) for n in members)
         else:
             yield PackedRun(sum(members), max(members), _offsets(members, device))
 

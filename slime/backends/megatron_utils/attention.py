@@ -226,7 +226,7 @@ def _offsets(lens: list[int], device: torch.device) -> torch.Tensor:
 def uses_te_attention(config: TransformerConfig) -> bool:
     """Return whether --attention-backend selects an attention of TransformerEngine.
 
-    flash is the package flash-attn if it supports the model, otherwise torch's FlashAttention.
+    flash is the package flash-attn if it supports the model, otherwise slime's packed attention.
     """
     if config.transformer_impl != "transformer_engine":
         return False

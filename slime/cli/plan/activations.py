@@ -14,7 +14,8 @@ widths of queries and of keys, F the MLP's, all over TP; H over TP under sequenc
     norm, as above         2 H
     gate and up             2 F       silu(gate) * up is recomputed
 
-Attention scores are never materialised. An expert saves input, gate and up of every routed token.
+Attention scores are never materialised. Where cuDNN may compute samples one by one, their outputs are there
+twice, alone and packed: one more q, and no repeated keys. An expert saves input, gate and up of every routed token.
 
 Gated attention (Qwen3-Next, Qwen3.5) adds the gate, its sigmoid in fp32 and the gated output: 4 q. A
 gated delta net, with v the width of values and m that of queries, keys and values:
@@ -23,9 +24,9 @@ gated delta net, with v the width of values and m that of queries, keys and valu
     convolution's input     m         a copy; the scan is recomputed from it
     output, norm, gated   3 v
 
-In its backward pass the recomputed scan holds about 22 m at once. Where flash-linear-attention is installed,
-its kernels recompute nothing: they save queries, keys and values (m) and the inverse of each chunk's system
-(v / 2, with heads of 128) too, and hold about 10 m at once. Layers of both kinds are averaged.
+In its backward pass the recomputed scan holds about 22 m at once. In bf16 kernels hold about 10 m. slime's save
+queries, keys and values instead of the copy, flash-linear-attention's both (m) and the inverse of each chunk's
+system (v / 2, with heads of 128). Layers of both kinds are averaged.
 
 LoRA adds the output of A, i.e. the rank, for every module with an adapter. A module with an adapter saves
 its input, so FSDP's MLP then keeps silu(gate) and silu(gate) * up too: 4 F. Its backward pass holds most when
@@ -55,7 +56,7 @@ from slime.config.installed import is_installed
 
 _FP8_SHARE = 0.5  # one byte, of an element of two bytes
 _SCAN = 22  # of the width of its input: the intermediate results of a gated delta net
-_KERNEL_SCAN = 10  # the same by flash-linear-attention
+_KERNEL_SCAN = 10  # the same by the kernels of slime or flash-linear-attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,7 @@ def layer_cost(
     sizes: Sizes,
     *,
     repeats_keys: bool,
+    long_samples: bool = False,  # which cuDNN may compute, one by one
     adapters: AdapterCount | None = None,
 ) -> LayerCost:
     megatron = args.train_backend == "megatron"
@@ -97,9 +99,10 @@ def layer_cost(
     fp8 = _FP8_SHARE if te and args.fp8_format else 0.0
     normed = hidden * (fp8 or 1.0)  # what a linear layer saves of the norm's output
     norms = 0.0 if "layernorm" in recomputed and not te else normed
-    kernels = args.precision == "bf16" and is_installed("fla")
-    attention = norms + _mixer(shape, sizes, megatron=megatron, repeats_keys=repeats_keys)
-    if kernels:
+    kernels = args.precision == "bf16"  # of delta nets, on a GPU
+    options = {"megatron": megatron, "repeats_keys": repeats_keys, "long_samples": long_samples}
+    attention = norms + _mixer(shape, sizes, **options)
+    if kernels and is_installed("fla"):
         linear = shape.delta_qkv + shape.delta_values / 2
         attention += shape.delta_share * linear / sizes.tp
     attention += fp8 * shape.heads * (shape.v_dim or shape.head_dim) / sizes.tp
@@ -156,9 +159,14 @@ def _recomputed(args: Args) -> set[str]:
     return set(args.recompute_modules or ["core_attn"])
 
 
-def _mixer(shape: Shape, sizes: Sizes, *, megatron: bool, repeats_keys: bool) -> float:
+def _mixer(
+    shape: Shape, sizes: Sizes, *, megatron: bool, repeats_keys: bool, long_samples: bool
+) -> float:
     """Return the elements of attention or, averaged over the layers, of a hybrid model's two kinds."""
     full = _attention(shape, sizes, megatron=megatron, repeats_keys=repeats_keys)
+    if long_samples and not shape.latent and sizes.cp == 1:
+        one_by_one = _attention(shape, sizes, megatron=megatron, repeats_keys=False)
+        full = max(full, one_by_one + shape.heads * shape.head_dim / sizes.tp)
     if not shape.delta_share:
         return full
     gated = full + 4 * shape.heads * shape.head_dim / sizes.tp

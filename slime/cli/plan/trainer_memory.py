@@ -151,12 +151,12 @@ class Trainer:
         return [Item(name=f"{name} weights", nbytes=each) for name in frozen_models(self.args)]
 
     def _layer_cost(self) -> LayerCost:
-        repeats = self.count.attention_repeats_keys
         return layer_cost(
             self.args,
             self.shape,
             self.sizes,
-            repeats_keys=repeats,
+            repeats_keys=self.count.attention_repeats_keys,
+            long_samples=self.batches.longest_sample >= self.count.long_sample,
             adapters=self.count.adapters,
         )
 

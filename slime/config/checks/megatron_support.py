@@ -130,7 +130,7 @@ HARMLESS = _by_flag(
         "log-probs are computed in chunks from hidden states, without Megatron's loss; a warning "
         "says so":
             "cross_entropy_loss_fusion cross_entropy_fusion_impl",
-        "auto, local and flash are FlashAttention in any case; fused and unfused are checked":
+        "auto and local are slime's packed attention in any case; the others are checked":
             "attention_backend",
         "weights come from --hf-checkpoint or a checkpoint, never from an initialisation":
             "perform_initialization use_cpu_initialization init_method_std "

@@ -1,6 +1,6 @@
 """Rules about FP8, the precision of the optimizer's tensors, and kernels of installed packages.
 
---attention-backend auto, local   slime's packed attention (torch's FlashAttention on a GPU)
+--attention-backend auto, local   slime's packed attention (kernels of torch)
 --attention-backend flash         the package flash-attn through TransformerEngine if both are
                                   installed, else slime's packed attention
 --attention-backend fused         cuDNN's, through TransformerEngine
@@ -175,7 +175,7 @@ def check_attention_backend(draft: Draft) -> None:
     if not is_installed("transformer_engine"):
         draft.lacking(
             f"{option} is TransformerEngine's, which is not installed: remove it (slime's packed "
-            "attention runs torch's FlashAttention), or install transformer-engine"
+            "attention needs no package), or install transformer-engine"
         )
     if has_local_layers(draft):
         raise ConfigError(
