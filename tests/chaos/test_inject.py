@@ -55,7 +55,7 @@ def test_damage_changes_one_file_of_the_newest_checkpoint(checkpoints, kind):
         assert len(after[expected]) == len(before[expected])
 
 
-def test_damage_to_the_only_checkpoint_is_said_to_be_that(tmp_path):
+def test_damage_to_the_only_checkpoint_is_named(tmp_path):
     folder = tmp_path / "iter_0000001"
     folder.mkdir()
     (folder / "__0_0.distcp").write_bytes(b"weights")

@@ -65,7 +65,7 @@ def test_engines_of_two_versions_are_named():
         ),
     ],
 )
-def test_a_server_that_reads_images_otherwise_is_told_what_it_lacks(server, missing):
+def test_a_server_that_reads_images_otherwise_is_refused_with_what_it_lacks(server, missing):
     assert missing_image_options(server) == missing
 
 

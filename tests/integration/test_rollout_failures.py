@@ -251,7 +251,9 @@ def test_a_failed_sample_is_of_no_age(tmp_path, fake_engines):
     assert not [name for name in output.metrics if "stale" in name]
 
 
-def test_a_request_that_engines_refuse_is_told_in_one_line_with_the_flags(tmp_path, fake_engines):
+def test_a_request_that_engines_refuse_is_reported_in_one_line_with_the_flags(
+    tmp_path, fake_engines
+):
     answer = "The input (9 tokens) is longer than the model's context length (8 tokens)."
     fake_engines(lambda request: Reply(text=answer, status=400))
     args = rollout_args(tmp_path)

@@ -120,7 +120,7 @@ def test_dictionary_rewards_need_their_key(tmp_path, fake_engines):
         run_once(tmp_path, custom_rm_path=f"{HOOKS}.reward_dictionary")
 
 
-def test_a_timeout_of_the_hook_is_told_as_it_was(tmp_path, fake_engines):
+def test_a_timeout_of_the_hook_keeps_its_message(tmp_path, fake_engines):
     fake_engines()
     with pytest.raises(UserError, match="TimeoutError: the judge did not answer"):
         run_once(tmp_path, custom_rm_path=f"{HOOKS}.reward_times_out")
@@ -178,7 +178,7 @@ def test_sample_hook_that_fails_marks_its_sample_only(tmp_path, fake_engines):
         ("hook_that_drops", r"returned \[\]; expected a Sample or a list of Samples"),
     ],
 )
-def test_sample_hook_with_a_wrong_result_is_said(tmp_path, fake_engines, hook, sentence):
+def test_sample_hook_with_a_wrong_result_is_reported(tmp_path, fake_engines, hook, sentence):
     fake_engines()
     with pytest.raises(UserError, match=sentence):
         run_once(tmp_path, rollout_sample_hook_path=f"{HOOKS}.{hook}")

@@ -302,7 +302,7 @@ def test_samples_that_a_hook_made_itself_can_be_trained_on(tmp_path, fake_engine
         ),
     ],
 )
-def test_a_wrong_result_is_said(tmp_path, fake_engines, flags, message):
+def test_a_wrong_result_is_reported(tmp_path, fake_engines, flags, message):
     fake_engines()
     with pytest.raises(UserError, match=message):
         run_once(tmp_path, **flags)

@@ -184,7 +184,7 @@ def test_engines_that_are_gone_end_the_run_whatever_the_agent_makes_of_it(run):
     assert "no engine answered" in str(openai_agents.seen[0])
 
 
-def test_what_an_engine_refuses_is_told_to_the_agent(run):
+def test_what_an_engine_refuses_is_returned_to_the_agent(run):
     with pytest.raises(UserError, match="answered 400"):
         run("two_questions", lambda r: Reply(status=400))
 

@@ -263,7 +263,7 @@ def test_workers_do_not_read_the_checkpoint_to_verify_it_again(converted, tmp_pa
     assert done.returncode == 0 and "model-00001.safetensors" in done.stdout, done.stderr
 
 
-def test_a_killed_worker_is_said_and_leaves_nothing(converted, tmp_path: Path) -> None:
+def test_a_killed_worker_is_reported_and_leaves_nothing(converted, tmp_path: Path) -> None:
     origin, saved = converted
     command = [
         "tools/convert_torch_dist_to_hf.py", f"--input-dir={saved}", f"--output-dir={tmp_path / 'out'}",

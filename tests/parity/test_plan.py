@@ -134,7 +134,7 @@ def counts(requests: list[CountRequest]) -> list[ModelCount]:
     return found
 
 
-def test_a_count_that_takes_too_long_is_said_in_one_sentence(tmp_path):
+def test_a_count_that_takes_too_long_is_reported_in_one_sentence(tmp_path):
     case = Case(model=str(make_tiny_checkpoint(tmp_path / "m")))
     request = CountRequest(args=case.args(), ranks=[0], world_size=1)
     with pytest.raises(UserError, match=r"took more than 0\.01 s: run it again"):

@@ -170,7 +170,7 @@ def test_files_outside_the_folder_are_not_read(folder, name):
 
 
 @pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps({"a": 1})])
-def test_what_is_no_index_is_said_to_be_none(tmp_path, content):
+def test_what_is_no_index_is_named(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ConfigError, match=rf"{tmp_path}/\.metadata is (damaged|not the index)"):
         read_metadata(tmp_path)

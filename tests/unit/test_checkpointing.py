@@ -210,7 +210,7 @@ def test_a_checkpoint_without_a_critic_is_refused_for_ppo(tmp_path):
     assert found.critic_loaded == critics / "iter_0000004"
 
 
-def test_an_empty_load_and_a_finished_run_are_said(tmp_path):
+def test_an_empty_load_and_a_finished_run_are_reported(tmp_path):
     (said,) = checkpointer(tmp_path).warnings
     assert said == f"--load {tmp_path} holds no checkpoint: the run starts from scratch"
     checkpointer(tmp_path).save(2, Trainer(), Rollout())

@@ -140,7 +140,7 @@ def install_te(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(doctor.__file__).parents[1]}")
 
 
-def test_an_extension_made_for_another_torch_is_said_in_one_line(tmp_path: Path, monkeypatch):
+def test_an_extension_made_for_another_torch_is_reported_in_one_line(tmp_path: Path, monkeypatch):
     install_te(tmp_path, monkeypatch, "raise ImportError('x.so: undefined symbol: _ZN3c10')\n")
     check = doctor.check_te()
     assert check.status == "warning" and "\n" not in check.found
@@ -153,7 +153,7 @@ def test_a_crash_while_importing_is_survived(tmp_path: Path, monkeypatch):
     assert "the import ended with 7" in doctor.check_te().found
 
 
-def test_the_cards_fp8_is_told(tmp_path: Path, monkeypatch):
+def test_fp8_support_of_the_gpu_is_reported(tmp_path: Path, monkeypatch):
     import torch
 
     install_te(tmp_path, monkeypatch, "")

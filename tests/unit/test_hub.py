@@ -176,7 +176,7 @@ def cache_only(home: Path, *files: str) -> Path:
     return repository / "snapshots" / COMMIT
 
 
-def test_what_is_downloaded_is_said_and_what_is_cached_is_not_downloaded(tmp_path, hub):
+def test_what_is_downloaded_is_reported_and_what_is_cached_is_not_downloaded(tmp_path, hub):
     cache_only(tmp_path, TEST, TRAIN[0])
     [line, *_] = printed(tmp_path, hub, {"prompt_data": ["openai/gsm8k"]})
     lacking = f"{TRAIN[1]}, socratic/train-00000-of-00001.jsonl"

@@ -66,7 +66,7 @@ def test_a_sleeping_process_tells_phase_and_stack(child):
     assert work.stack[-1].endswith("in nap")
 
 
-def test_a_phase_that_is_over_is_not_told(child):
+def test_a_phase_that_is_over_is_not_reported(child):
     said = query_status(child("with in_phase('train'):\n pass\nup(); time.sleep(60)"))
     assert isinstance(said, ProcessStatus) and said.work == []
 

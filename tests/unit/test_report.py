@@ -102,7 +102,7 @@ def test_lines_of_two_components_and_groups_say_what_they_count(run_dir: Path):
     assert "rewards all equal, of 16 groups" in " ".join(page.texts)
 
 
-def test_what_stands_out_is_said_in_words(run_dir: Path):
+def test_what_stands_out_is_reported_in_words(run_dir: Path):
     text = " ".join(report_of(run_dir).texts)
     assert "The gradient is zero" not in text
     lines = [

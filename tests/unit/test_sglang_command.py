@@ -276,7 +276,7 @@ def test_fp8_that_sglang_cannot_update_is_refused(tmp_path, layout, refused):
         make_args(**values)
 
 
-def test_draft_weights_that_stay_behind_are_said():
+def test_stale_draft_weights_are_reported():
     eagle = make_args(rollout_engine="sglang", sglang_speculative_algorithm="EAGLE")
     assert any("draft" in warning and "EAGLE" in warning for warning in eagle.warnings)
     ngram = make_args(rollout_engine="sglang", sglang_speculative_algorithm="NGRAM")

@@ -158,7 +158,7 @@ def test_rows_of_a_converting_hook_keep_their_order_and_what_it_left_out_comes_f
     assert batch.metadata == [{"a": 1}, None]
 
 
-def test_nothing_to_train_on_is_said():
+def test_nothing_to_train_on_is_reported():
     empty = sample(0, 0, 1.0, tokens=[1, 2], response_length=0, rollout_log_probs=[])
     with pytest.raises(UserError, match="no sample"):
         samples_to_batch(make_args(), [empty])

@@ -156,7 +156,7 @@ def told(folder: Path, rollouts: int, rewards: list[list[float]], **columns) -> 
     return after
 
 
-def test_a_run_is_told_once_that_nothing_is_learned(tmp_path):
+def test_nothing_learned_is_reported_once(tmp_path):
     after = told(tmp_path / "a", 8, [[0, 0], [0, 0]])
     assert [len(texts) for texts in after] == [0, 0, 0, 0, 1, 0, 0, 0]
     assert after[4][0].startswith("All rewards are equal. Each of 20 samples since rollout 0")
@@ -168,7 +168,7 @@ def test_a_run_is_told_once_that_nothing_is_learned(tmp_path):
     assert not any(told(tmp_path / "d", 8, [[0, 1], [1, 0]]))
 
 
-def test_a_run_is_told_at_once_of_repeated_prompts(tmp_path):
+def test_repeated_prompts_are_reported_at_once(tmp_path):
     rows = [
         make_row(group, group * 10 + place, prompt=f"p{group % 3}")
         for group in range(8)
