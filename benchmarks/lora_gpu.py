@@ -266,7 +266,7 @@ def small_load() -> list[engine_shapes.Row]:
 def write_adapter(folder: Path, config: dict[str, Any]) -> Path:
     """A PEFT folder with random matrices for every linear module of a dense Qwen3."""
     from slime.config.lora import LORA_A, LORA_B, LoraConfig
-    from slime.weights.lora import write_peft_folder
+    from slime.weights.peft_folder import write_peft_folder
 
     hidden, dim, ffn = config["hidden_size"], config["head_dim"], config["intermediate_size"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim

@@ -18,8 +18,8 @@ from slime.core.types import EngineInfo, SyncReport
 from slime.runlog.export_folder import ExportInfo
 from slime.weights.adapter_update import AdapterUpdate
 from slime.weights.buckets import NamedTensor
-from slime.weights.lora import write_peft_folder
 from slime.weights.lora_sync import BASE_VERSION, AdapterSync, make_adapter_sync
+from slime.weights.peft_folder import write_peft_folder
 from slime.weights.sync import serving_dtype
 
 

@@ -63,7 +63,7 @@ The first runs in one process, or in several: torchrun --nproc-per-node N tools/
 CONVERSIONS = {
     "hf-to-torch-dist": "slime.backends.megatron_utils.conversion.to_torch_dist:main",
     "torch-dist-to-hf": "slime.backends.megatron_utils.conversion.to_hf:main",
-    "merge-lora": "slime.weights.lora:main",
+    "merge-lora": "slime.weights.peft_folder:main",
 }
 
 

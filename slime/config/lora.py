@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from slime.config.peft_files import (
     is_experts,
     is_peft_experts,
     linear_modules,
+    lora_scaling,
     matches,
     matches_experts,
     names_experts,
@@ -65,7 +65,7 @@ class LoraConfig:
 
     @property
     def scaling(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+        return lora_scaling(self.rank, self.alpha, self.use_rslora)
 
     @classmethod
     def of(cls, args: Args) -> LoraConfig | None:

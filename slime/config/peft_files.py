@@ -198,6 +198,11 @@ _SOME_LAYERS = ("exclude_modules", "layers_to_transform", "layers_pattern")
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")  # others change the base weights
 
 
+def lora_scaling(rank: int, alpha: float, rank_stabilized: bool) -> float:
+    """Return the factor of B A x."""
+    return alpha / (math.sqrt(rank) if rank_stabilized else rank)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeftSettings:
     """What adapter_config.json says: with r 8 and lora_alpha 16 an adapter adds 16 / 8 = 2 times B A x."""
@@ -212,7 +217,7 @@ class PeftSettings:
 
     @property
     def scaling(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+        return lora_scaling(self.rank, self.alpha, self.use_rslora)
 
     @property
     def complete(self) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ class RolloutBatch:
     `loss_weights` is the weight of each response token in the loss of its optimizer step, taken over
     the whole global batch. It is computed before rows are distributed over ranks and micro-batches, so
     the loss does not depend on the distribution. The trainer fills in the columns from
-    `old_log_probs` on.
+    `old_log_probs` to `returns`.
     """
 
     tokens: list[np.ndarray]  # N x [P+R] int32
@@ -323,7 +323,10 @@ class TrainBatch:
 
 @dataclass(kw_only=True)
 class LossInputs:
-    """Inputs of a loss function: tensors [T] of one packed micro-batch, zero where the mask is zero."""
+    """Inputs of a loss function: one packed micro-batch of T tokens. All but `cu_seqlens` are [T].
+
+    Only `loss_mask` says which tokens are trained on: `rollout_log_probs` also has values elsewhere.
+    """
 
     log_probs: torch.Tensor
     loss_mask: torch.Tensor

@@ -167,6 +167,7 @@ TAGS: tuple[str, ...] = ("weights", "kv_cache", "cuda_graph")
 _CPU_CACHE_BYTES = 2 << 30
 _DEFAULT_RUNNING = 256
 _DEFAULT_FRACTION = 0.85
+_FRACTION = "--mem-fraction-static (of a run: --sglang-mem-fraction-static)"
 _DEFAULT_CHUNK = {"cpu": 2048, "cuda": 8192}
 _STATE_SHARE = 0.9 / 1.9  # recurrent states' share of the cache memory, as in SGLang
 
@@ -204,7 +205,7 @@ def choose_sizes(args: EngineArgs, runner: ModelRunner) -> Sizes:
     elif runner.device.type != "cuda":
         num_pages = min(max_running * pages_per_request, num_pages)
     if num_pages < 1:
-        raise UserError("no memory is left for the KV cache; raise --mem-fraction-static")
+        raise UserError(f"no memory is left for the KV cache; raise {_FRACTION}")
     return Sizes(
         num_pages=num_pages,
         max_pages_per_request=pages_per_request,
@@ -238,11 +239,11 @@ def count_states(args: EngineArgs, budget: float, state_bytes: int) -> tuple[int
 
 def _check_states_fit(max_running: int, fitting: int) -> None:
     if fitting < 1:
-        raise UserError("no memory is left for recurrent states; raise --mem-fraction-static")
+        raise UserError(f"no memory is left for recurrent states; raise {_FRACTION}")
     if max_running > fitting:
         raise UserError(
             f"--max-running-requests {max_running}: memory is left for the recurrent states of {fitting} "
-            "requests; lower it, or raise --mem-fraction-static on a GPU"
+            f"requests; lower it, or raise {_FRACTION} on a GPU"
         )
 
 

@@ -97,10 +97,15 @@ class Processes:
             _on_stop(stack, group.stop)
             group.start()
             engines = Engines(args, group, manager, recorder, watch)
+            if args.colocate and actor:
+                # Engines size their KV cache by the free memory: the trainer takes its memory afterwards.
+                engines.wait()
+                engines.release()
             _start_ranks(args, actor, critic, checkpoints)
             if checkpoints.loaded:
                 _load_state(manager, checkpoints, watch)
-            engines.wait()
+            if not args.colocate or not actor:
+                engines.wait()
             actor.wait_started()
             if critic:
                 critic.wait_started()

@@ -1,7 +1,7 @@
 """Progress of the rollout that is running, and metrics of rollouts and evaluations.
 
 Metrics are computed from the samples alone. Rewards are the raw ones, before normalisation by group.
-FAILED samples have no reward of their own: they count in `rollout/failed` and nowhere else.
+FAILED samples have no reward of their own: they count in `rollout/failed` and `rollout/samples` alone.
 """
 
 from __future__ import annotations

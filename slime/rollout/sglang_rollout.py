@@ -110,7 +110,7 @@ class _BatchCollector:
                 group = task.result()
                 self.decided.append(self.running.pop(task))
                 self.batch.add(group)
-        except BaseException:  # there will be no batch: every group goes back as it was taken
+        except BaseException:  # there will be no batch: finished groups go back as they were taken
             self.source.add_samples(sorted(self.decided, key=group_index))
             raise
         finally:

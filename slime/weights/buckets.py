@@ -4,15 +4,16 @@ A module's names and a checkpoint's are the same for dense models. Transformers 
 a MoE layer fused in one 3-D parameter while checkpoints (and SGLang) hold one matrix per expert, in
 some families under other names; `hf_views` splits each fused parameter into views under the
 checkpoint's names. Views share memory with the parameter, so writing to them updates the model.
+`hf_buckets` of each backend gathers the tensors and cuts them into buckets with `batches`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +27,9 @@ NamedCast = tuple[str, torch.Tensor, torch.dtype]  # name, tensor, dtype to cast
 HFTensors = Iterable[NamedTensor]
 # Name, dtype, shape and offset, as /update_weights_from_tensor takes them.
 TensorMetadata = dict[str, Any]
+
+
+Item = TypeVar("Item")
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -103,6 +107,27 @@ class CastBucket:
                 view = view[: tensor.numel()]
             views.append(view.view_as(tensor))
         return views
+
+
+def batches(
+    items: Iterable[Item], size_of: Callable[[Item], int], limit: int, *, keep: bool = True
+) -> Iterator[list[Item]]:
+    """Yield the items in order, in lists of at most `limit` bytes or of one larger item: the buckets of an update.
+
+    With `keep=False` the lists are as many, but empty.
+    """
+    batch: list[Item] = []
+    size = 0
+    for item in items:
+        nbytes = size_of(item)
+        if size and size + nbytes > limit:
+            yield batch
+            batch, size = [], 0
+        size += nbytes
+        if keep:
+            batch.append(item)
+    if size:
+        yield batch
 
 
 def pack(bucket: Bucket, buffer: torch.Tensor) -> list[TensorMetadata]:

@@ -35,7 +35,7 @@ from slime.weights.engine_client import (
     transfer_timeout_s,
 )
 from slime.weights.ipc import collect_exports
-from slime.weights.lora import write_peft_folder
+from slime.weights.peft_folder import write_peft_folder
 from slime.weights.sglang_lora import SGLangAdapters
 from slime.weights.sync import gather_from_ranks, on_all_ranks, own_rank, serving_rank
 from slime.weights.transport import naming

@@ -29,7 +29,7 @@ from slime.core.errors import WeightMismatchError, WeightSyncError
 from slime.utils.concurrency import call_all
 from slime.weights.buckets import NamedTensor
 from slime.weights.engine_client import EngineClient, transfer_timeout_s
-from slime.weights.lora import write_peft_folder
+from slime.weights.peft_folder import write_peft_folder
 from slime.weights.sglang_transport import serialize
 from slime.weights.transport import naming
 

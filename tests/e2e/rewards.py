@@ -1,6 +1,12 @@
 """Rewards for whole runs, loaded by import path as a user's would be."""
 
+import json
+from pathlib import Path
+
+from slime.config.arguments import Args
+from slime.config.env import read_env
 from slime.core.types import Sample
+from slime.utils.sync_http import get_json
 
 
 async def dense(args: object, sample: Sample) -> float:
@@ -19,6 +25,16 @@ async def flaky(args: object, sample: Sample) -> float:
     if sample.index % 4 == 0:
         raise RuntimeError("no reward today")
     return await dense(args, sample)
+
+
+def note_released_memory(args: Args) -> None:
+    """Write what engine 0 has released; trainers call this hook when they have a model."""
+    port = json.loads((Path(args.run_dir) / "logs" / "engine_0.port").read_text())["port"]
+    token = read_env().engine_token
+    info = get_json(f"http://127.0.0.1:{port}/server_info", token=token)
+    (Path(args.run_dir) / "released.json").write_text(
+        json.dumps(info["internal_states"][0]["released"])
+    )
 
 
 def evaluate(args: object, rollout_id: int, data_source: object, evaluation: bool) -> dict:

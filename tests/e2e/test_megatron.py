@@ -1,5 +1,6 @@
 """Whole runs of the Megatron trainer: apart or colocated they learn the same, a killed one continues."""
 
+import json
 import os
 import shutil
 import signal
@@ -58,10 +59,13 @@ def test_colocated_and_killed_it_is_the_same_run(apart, tiny_model, tiny_data, t
             "save": saved,
             "load": saved,
             "rollout_data_postprocess_path": gates.TRAIN,
+            "custom_megatron_init_path": "tests.e2e.rewards.note_released_memory",
         },
     )
     process, gate = runs.start(words), gates.Gate(tmp_path / "run")
     gate.wait(process)
+    # the engine sized its KV cache and gave it back before the trainer took memory
+    assert json.loads((tmp_path / "run" / "released.json").read_text()) == ["kv_cache", "weights"]
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     gate.open()

@@ -20,7 +20,7 @@ from slime.config.peft_files import PEFT_PREFIX
 from slime.core.errors import UserError
 from slime.rollout.train_data import split_batch
 from slime.weights.buckets import hf_views
-from slime.weights.lora import to_peft
+from slime.weights.peft_folder import to_peft
 from tests.fsdp import (
     Case,
     Outcome,

@@ -19,7 +19,7 @@ from slime.core.errors import UserError
 from slime.rollout.train_data import split_batch
 from slime.weights.buckets import hf_views
 from slime.weights.fp8 import Fp8Format, convert_to_fp8
-from slime.weights.lora import to_peft
+from slime.weights.peft_folder import to_peft
 from tests.fsdp import (
     Case,
     Outcome,

@@ -17,7 +17,7 @@ from slime.cli import main
 from slime.config.lora import LoraConfig
 from slime.core.errors import UserError
 from slime.weights.fp8 import Fp8Format, convert_to_fp8
-from slime.weights.lora import merge_lora, to_peft, write_peft_folder
+from slime.weights.peft_folder import merge_lora, to_peft, write_peft_folder
 from tests.adapters import ALL, make_adapter
 from tests.hostile import Payload
 from tests.tiny import make_tiny_checkpoint

@@ -24,7 +24,7 @@ from slime.config.peft_files import decoder_shapes, flat_name, linear_modules, n
 from slime.core.errors import ConfigError
 from slime.engine.scheduler.sampling_params import RequestError
 from slime.rollout.train_data import split_batch
-from slime.weights.lora import initial_a, merge_lora
+from slime.weights.peft_folder import initial_a, merge_lora
 from tests import fsdp, megatron
 from tests.adapters import peft_log_probs
 from tests.args import make_args

@@ -16,8 +16,8 @@ from slime.core.errors import WeightMismatchError
 from slime.core.types import EngineInfo
 from slime.weights.adapter_update import AdapterUpdate
 from slime.weights.distributed_transport import DistributedTransport
-from slime.weights.lora import read_peft_weights
 from slime.weights.lora_sync import AdapterSync
+from slime.weights.peft_folder import read_peft_weights
 from tests.adapters import make_adapter, peft_log_probs
 from tests.e2e import runs
 from tests.engines import EngineServer

@@ -35,6 +35,7 @@ from slime.weights.buckets import (
     HFTensors,
     NamedCast,
     NamedTensor,
+    batches,
     hf_views,
     merge_adapter,
     weight_dtype,
@@ -42,7 +43,7 @@ from slime.weights.buckets import (
 from slime.weights.fp8 import dequantized
 from slime.weights.fp8_format import format_of
 from slime.weights.hf_folder import FILE_BYTES, write_hf_folder
-from slime.weights.lora import to_peft
+from slime.weights.peft_folder import to_peft
 
 _AT_ONCE = 64  # parameters per batch, so that the first bucket does not wait for all of them
 
@@ -69,18 +70,12 @@ def hf_buckets(
     weights = _wanted(model, dtype, tower=tower)
     weights = weights if lora is None else _merged(model, weights, lora)
     tensors = _own_tensors(model, weights) if as_is else _gathered_tensors(model, weights)
-    bucket: list[NamedCast] = []
-    size = 0
-    for name, tensor, wanted in tensors:
-        nbytes = tensor.numel() * wanted.itemsize
-        if size and size + nbytes > max_bytes:
-            yield CastBucket(bucket)
-            bucket, size = [], 0
-        size += nbytes
-        if keep:
-            bucket.append((name, tensor, wanted))
-    if size:
-        yield CastBucket(bucket)
+    yield from map(CastBucket, batches(tensors, _sent_bytes, max_bytes, keep=keep))
+
+
+def _sent_bytes(named: NamedCast) -> int:
+    _, tensor, wanted = named
+    return tensor.numel() * wanted.itemsize
 
 
 def _own_tensors(model: ShardedModel, weights: Iterator[NamedCast]) -> Iterator[NamedCast]:

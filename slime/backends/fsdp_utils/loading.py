@@ -68,7 +68,7 @@ from slime.weights.buckets import StoredNames, dtype_name, stored_names
 from slime.weights.checksum import format_checksum, tensor_checksum
 from slime.weights.fp8 import load_causal_lm
 from slime.weights.fp8_format import Fp8Format
-from slime.weights.lora import from_peft, read_peft_weights, to_peft
+from slime.weights.peft_folder import from_peft, read_peft_weights, to_peft
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args

@@ -37,7 +37,7 @@ from slime.config.lora import LoraConfig
 from slime.config.peft_files import LORA_A, LORA_B, flat_name, is_experts
 from slime.core.errors import UserError
 from slime.weights.fp8_format import Fp8Format
-from slime.weights.lora import initial_a
+from slime.weights.peft_folder import initial_a
 
 
 class Fp8Linear(nn.Linear):

@@ -58,7 +58,7 @@ from slime.config.peft_files import DOWN, GATE_UP, LORA_A, LORA_B, flat_name, pe
 from slime.core.errors import ConfigError, UserError
 from slime.weights.buckets import NamedTensor, dtype_name
 from slime.weights.checksum import RunningChecksums, format_checksum
-from slime.weights.lora import by_modules, by_weights, initial_a, read_peft_weights, to_peft
+from slime.weights.peft_folder import by_modules, by_weights, initial_a, read_peft_weights, to_peft
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args

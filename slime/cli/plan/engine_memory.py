@@ -158,8 +158,8 @@ class Engine:
         free = self._free() - (0 if states is None else states.nbytes)
         page = self.args.sglang_page_size or 1
         tokens = max(int(free // per_token) // page * page, 0)
-        if self.args.sglang_max_total_tokens:
-            tokens = min(tokens, self.args.sglang_max_total_tokens)
+        if given := self.args.sglang_max_total_tokens:  # SGLang takes fewer where they do not fit
+            tokens = given if self.args.rollout_engine == "slime" else min(tokens, given)
         longest = longest_sample(self.args, self.shape)
         return KVCache(
             bytes_per_gpu=tokens * per_token,

@@ -18,7 +18,7 @@ import torch
 from slime.backends.megatron_utils.cpu import install_cpu_adapter
 from slime.core.errors import ConfigError, UserError
 from slime.runlog.checkpoint_folder import find_checkpoint
-from slime.weights.buckets import NamedTensor, stored_names
+from slime.weights.buckets import NamedTensor, batches, stored_names
 from slime.weights.hf_folder import WeightFile, new_hf_folder, write_weight_file
 
 install_cpu_adapter()
@@ -32,7 +32,7 @@ from slime.backends.megatron_utils.conversion.to_hf_options import (  # noqa: E4
     check_model,
     parse_options,
 )
-from slime.backends.megatron_utils.hf_weights.export import batches, with_copies  # noqa: E402
+from slime.backends.megatron_utils.hf_weights.export import with_copies  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.families import padded_weight_map, with_tower  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.reader import HfReader  # noqa: E402
 from slime.backends.megatron_utils.hf_weights.rules import Match, Rule, WeightMap  # noqa: E402

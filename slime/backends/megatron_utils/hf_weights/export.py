@@ -7,9 +7,8 @@ so every rank gets every full tensor, and only one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +24,7 @@ from slime.backends.megatron_utils.parallel import (
 )
 from slime.config.peft_files import LORA_A, LORA_B, flat_name
 from slime.utils.device import current_device
-from slime.weights.buckets import NamedTensor, merge_adapter
-
-Item = TypeVar("Item")
+from slime.weights.buckets import NamedTensor, batches, merge_adapter
 
 
 def export_hf(
@@ -58,27 +55,6 @@ def hf_buckets(
     With `keep=False` a rank takes part in gathers and yields as many lists, but empty.
     """
     return batches(tensors, lambda named: named[1].nbytes, max_bytes, keep=keep)
-
-
-def batches(
-    items: Iterable[Item], size_of: Callable[[Item], int], limit: int, *, keep: bool = True
-) -> Iterator[list[Item]]:
-    """Yield the items in order, in lists of at most `limit` bytes or of one larger item.
-
-    With `keep=False` the lists are as many, but empty.
-    """
-    batch: list[Item] = []
-    size = 0
-    for item in items:
-        nbytes = size_of(item)
-        if size and size + nbytes > limit:
-            yield batch
-            batch, size = [], 0
-        size += nbytes
-        if keep:
-            batch.append(item)
-    if size:
-        yield batch
 
 
 def with_copies(
