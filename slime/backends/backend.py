@@ -42,6 +42,7 @@ class Backend(ABC):
     """One rank of a training backend."""
 
     parallel: ParallelInfo
+    _offloaded: Offloaded | None = None  # by `sleep`
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
@@ -99,9 +100,15 @@ class Backend(ABC):
         """Offload to host memory, so that engines can use GPU memory. Gradients are freed instead:
         nothing reads them between rollouts."""
 
-    @abstractmethod
     def wake_up(self) -> None:
         """Reload what `sleep` offloaded."""
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
+
+    def require_awake(self) -> None:
+        if self._offloaded is not None:
+            raise RuntimeError("the trainer sleeps: its weights are in host memory")
 
 
 class Offloaded:

@@ -338,8 +338,8 @@ class TrainRayActor(Backend):
 
         Defaults: the engines of the last call or of --rollout-external-engine-addrs, the next version.
         """
-        if engines is None:
-            engines = self._engines or named_engines(self.args)
+        self.require_awake()
+        engines = (self._engines or named_engines(self.args)) if engines is None else engines
         self._engines = engines
         self._version = self._version + 1 if version is None else version
         report = self.send_weights(engines, self._version)

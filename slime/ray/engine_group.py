@@ -230,6 +230,11 @@ class EngineGroup:
             time.sleep(_LAST_STEP_S)
         self._on_each(holding, self._release_one)
 
+    def abort_requests(self) -> None:
+        self._on_each(
+            self.serving, lambda info: self._post(info, "/abort_request", {"abort_all": True})
+        )
+
     def resume(self, tag: str) -> None:
         """Allocate the released memory again.
 
@@ -251,15 +256,14 @@ class EngineGroup:
         flush_until_idle(info.url, self.token, answer_timeout_s=timeout)
 
     def _release_one(self, info: EngineInfo) -> None:
-        self._post(info, "/release_memory_occupation", list(_MEMORY))
+        self._post(info, "/release_memory_occupation", {"tags": list(_MEMORY)})
         self._released[info.url] = set(_MEMORY)
 
     def _resume_one(self, info: EngineInfo, tag: str) -> None:
-        self._post(info, "/resume_memory_occupation", [tag])
+        self._post(info, "/resume_memory_occupation", {"tags": [tag]})
         self._released[info.url].discard(tag)
 
-    def _post(self, info: EngineInfo, route: str, tags: list[str]) -> None:
-        body = {"tags": tags}
+    def _post(self, info: EngineInfo, route: str, body: dict[str, object]) -> None:
         post_json(info.url + route, body, token=self.token, timeout=_CONTROL_TIMEOUT_S)
 
     def _on_each(self, engines: list[EngineInfo], call: Callable[[EngineInfo], None]) -> None:

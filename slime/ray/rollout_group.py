@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -190,11 +190,17 @@ class Engines:
             self._manager, lambda manager: manager.set_weight_version(version, following)
         )
 
-    def replace_failed(self, *, paused: bool = False, known: Sequence[int] = ()) -> list[int]:
+    def replace_failed(
+        self,
+        *,
+        paused: bool = False,
+        known: Sequence[int] = (),
+        before: Callable[[], None] = lambda: None,
+    ) -> list[int]:
         """Restart engines that died or hang, and the `known` ones, on which a call failed.
 
         They get no request before they have the current weights. `paused`: a failed update left
-        generation paused.
+        generation paused. `before` is called first if there are any.
         """
         if not self.args.use_fault_tolerance:
             return []
@@ -207,6 +213,7 @@ class Engines:
                     if i not in failed and info not in self._group.unsynced
                 ]
             )
+            before()
         for index in failed:
             tell = partial(self._recorder.message, kind="engine")
             tell(self._group.restart(index, tell))
@@ -230,6 +237,12 @@ class Engines:
     def resume(self, tag: str) -> None:
         """Allocate released memory again: "weights" or "kv_cache"."""
         self._group.resume(tag)
+
+    def interrupt(self) -> None:
+        """Abort all requests; they are sent again, with the tokens they have, once engines are admitted."""
+        self._generate_with([])
+        with suppress(EngineCallError):  # of engines that died meanwhile: `release` replaces them
+            self._group.abort_requests()
 
     def check_probe(self, probe: Probe | None) -> None:
         """Compare log-probs of the probe's tokens on engines whose checksums do not cover everything."""

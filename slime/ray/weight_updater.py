@@ -4,12 +4,15 @@
     update()             push to all engines ──▶ verify ──▶ admit ──▶ tell the manager the version
     update_restarted()   the same for restarted engines while all others generate
 
-Both push through `_retry`, the only place where an update is retried.
+Both push through `_retry`, the only place where an update is retried. Where they share GPUs and offload, engines
+start while the trainer sleeps, since they size their KV cache by the free memory, and the trainer wakes while
+engines have released theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from ray.exceptions import RayTaskError
@@ -66,8 +69,8 @@ class WeightUpdater:
             return
         with self._recorder.phase("update_weights"):
             self._assign_version()
-            self._engines.replace_failed()
-            reports = self._retry(self._push_to_all, before=self._trainer.wake_up)
+            self._replace_failed()
+            reports = self._retry(self._push_to_all)
             self._engines.admit()
             self._engines.set_version(self.version, rollout_id)
         self._recorder.add(reports[0].metrics())
@@ -83,7 +86,8 @@ class WeightUpdater:
         if self._engines.unsynced:
             self._assign_version()
             restarted = list(self._engines.unsynced)
-            self._retry(lambda: self._push(self._engines.unsynced))
+            with self._trainer_awake():
+                self._retry(self._push_to_restarted)
             self._note_holders(restarted)
             if self.last_trained is not None:
                 self._engines.set_version(self.version, self.last_trained)
@@ -111,14 +115,41 @@ class WeightUpdater:
         self._engines.check_probe(reports[0].probe)
         return reports
 
-    def _retry(
-        self, push: Callable[[], list[SyncReport]], before: Callable[[], None] = lambda: None
-    ) -> list[SyncReport]:
+    def _push_to_restarted(self) -> list[SyncReport]:
+        self._engines.resume("weights")
+        return self._push(self._engines.unsynced)
+
+    @contextmanager
+    def _trainer_awake(self) -> Iterator[None]:
+        """Wake a trainer that sleeps during a rollout; engines give their memory away until it sleeps again."""
+        if not self._trainer.asleep:
+            yield
+            return
+        if self.args.offload_rollout:
+            self._engines.interrupt()
+            self._engines.release()
+        self._trainer.wake_up()
+        yield
+        self._trainer.sleep()
+        self._engines.resume("kv_cache")
+
+    def _replace_failed(self, *, paused: bool = False, known: Sequence[int] = ()) -> list[int]:
+        """Replace failed engines while the trainer sleeps, if it ever does."""
+        if not self.args.offload_train:
+            return self._engines.replace_failed(paused=paused, known=known)
+        replaced = self._engines.replace_failed(
+            paused=paused, known=known, before=self._trainer.sleep
+        )
+        if replaced:
+            self._engines.release()
+        self._trainer.wake_up()
+        return replaced
+
+    def _retry(self, push: Callable[[], list[SyncReport]]) -> list[SyncReport]:
         """Push, and restart the push while it fails because an engine failed.
 
-        The remaining engines stay paused, with weights of two versions. `before` is called before
-        engines are replaced. A push that did not reach an engine is retried once even if all engines
-        answer again: an engine may have been frozen for a while.
+        The remaining engines stay paused, with weights of two versions. A push that did not reach an engine
+        is retried once even if all engines answer again: an engine may have been frozen for a while.
         """
         for attempt in range(_TRIES):
             try:
@@ -126,9 +157,8 @@ class WeightUpdater:
             except (RayTaskError, HttpError) as error:
                 if isinstance(error, WeightMismatchError) or attempt == _TRIES - 1:
                     _raise(error)
-                before()
                 known = error.engines if isinstance(error, EngineCallError) else ()
-                replaced = self._engines.replace_failed(paused=True, known=known)
+                replaced = self._replace_failed(paused=True, known=known)
                 unreached = isinstance(error, (HttpError, WeightSyncError)) and attempt == 0
                 if not replaced and not (unreached and self.args.use_fault_tolerance):
                     _raise(error)

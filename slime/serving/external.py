@@ -224,5 +224,7 @@ class ExternalGroup:
 
     def resume(self, tag: str) -> None: ...
 
+    def abort_requests(self) -> None: ...
+
     def stop(self) -> None:
         self.all, self.unsynced = [], []

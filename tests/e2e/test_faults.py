@@ -1,21 +1,29 @@
 """An engine that dies is started again, given the current weights, and no sample is lost."""
 
 import psutil
+import pytest
 
 from tests.e2e import gates, runs
 
+# Colocated trainers sleep during a rollout: they wake for the new engine, and all engines give memory away.
+SHARED = {"colocate": True, "rollout_num_gpus": None}
 
-def test_a_killed_engine_comes_back_with_the_current_weights(tiny_model, tiny_data, tmp_path):
+
+@pytest.mark.parametrize("shares", [False, True], ids=["apart", "colocated"])
+def test_a_killed_engine_comes_back_with_the_current_weights(
+    tiny_model, tiny_data, tmp_path, shares
+):
     run_dir = tmp_path / "run"
+    places = {**SHARED, "actor_num_gpus_per_node": 2} if shares else {"rollout_num_gpus": 2}
     words = runs.command(
         tiny_model,
         tiny_data,
         run_dir,
         num_rollout=5,
-        rollout_num_gpus=2,
         rollout_health_check_interval=1,
         custom_generate_function_path=gates.GENERATE,
         custom_rm_path=gates.SCORE,
+        **places,
     )
     process, gate = runs.start(words), gates.Gate(run_dir)
     gate.wait(process)
@@ -32,7 +40,10 @@ def test_a_killed_engine_comes_back_with_the_current_weights(tiny_model, tiny_da
     assert not any(record.get("rollout/failed") for record in rollouts)
 
 
-def test_the_only_engine_comes_back_with_the_current_weights(tiny_model, tiny_data, tmp_path):
+@pytest.mark.parametrize("shares", [False, True], ids=["apart", "colocated"])
+def test_the_only_engine_comes_back_with_the_current_weights(
+    tiny_model, tiny_data, tmp_path, shares
+):
     """The rollout that waits for it can be made by none with older ones."""
     run_dir = tmp_path / "run"
     words = runs.command(
@@ -42,6 +53,7 @@ def test_the_only_engine_comes_back_with_the_current_weights(tiny_model, tiny_da
         num_rollout=4,
         rollout_health_check_interval=1,
         custom_generate_function_path=gates.GENERATE,
+        **(SHARED if shares else {}),
     )
     process, gate = runs.start(words), gates.Gate(run_dir)
     gate.wait(process)

@@ -63,7 +63,6 @@ class FSDPTrainRayActor(LoraTrainRayActor):
         self._experts = make_expert_groups(args.expert_model_parallel_size or 1, self.world_size)
         minutes = max(_SAVE_MINUTES, self.args.distributed_timeout_minutes)
         self._checkpointer = Checkpointer(timedelta(minutes=minutes), first_weights(args, "actor"))
-        self._offloaded: Offloaded | None = None
         self.model = build_model(
             args, self.mesh, trainable=True, critic=role == "critic", experts=self._experts
         )
@@ -243,11 +242,6 @@ class FSDPTrainRayActor(LoraTrainRayActor):
             for model in (self.model, *self.frozen.values()):
                 model.module.features.clear()
             self._offloaded = Offloaded(self._resident())
-
-    def wake_up(self) -> None:
-        if self._offloaded is not None:
-            self._offloaded.restore()
-            self._offloaded = None
 
     def _resident(self) -> Iterator[torch.Tensor]:
         for model in (self.model, *self.frozen.values()):

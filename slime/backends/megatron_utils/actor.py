@@ -122,7 +122,6 @@ class MegatronTrainRayActor(LoraTrainRayActor):
             chunk_size=args.log_probs_chunk_size,
         )
         self._weights = weight_map(hf_config, args)
-        self._offloaded: Offloaded | None = None
         self.chunks = build_chunks(args, self.config, hf_config, critic=role == "critic")
         if role == "actor":  # the freeze flags apply to the actor only
             freeze(args, self.chunks, self._weights)
@@ -381,11 +380,6 @@ class MegatronTrainRayActor(LoraTrainRayActor):
             drop_fp8_copies(self.chunks)
             self.drop_gradients()
             self._offloaded = Offloaded(self._resident())
-
-    def wake_up(self) -> None:
-        if self._offloaded is not None:
-            self._offloaded.restore()
-            self._offloaded = None
 
     def _resident(self) -> Iterator[torch.Tensor]:
         yield from resident_tensors(self.chunks)
