@@ -239,7 +239,7 @@ class Engines:
         self._group.resume(tag)
 
     def interrupt(self) -> None:
-        """Abort all requests; they are sent again, with the tokens they have, once engines are admitted."""
+        """Abort all requests; `slime/rollout/sampling.py` sends them again once engines are admitted."""
         self._generate_with([])
         with suppress(EngineCallError):  # of engines that died meanwhile: `release` replaces them
             self._group.abort_requests()
