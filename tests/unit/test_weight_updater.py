@@ -22,13 +22,16 @@ class PlayedTrainer:
     """`errors`: raised by the first pushes, one each; `pushes` are (engines, version)."""
 
     def __init__(self, *errors: Exception):
-        self.errors, self.pushes, self.woken = list(errors), [], 0
+        self.errors, self.pushes, self.asleep = list(errors), [], False
+        self.calls: list[str] = []
 
     def all(self, method) -> list[SyncReport]:
         return [method(self)]
 
     def update_weights(self, engines: list[EngineInfo], version: int) -> SyncReport:
+        assert not self.asleep
         self.pushes.append((list(engines), version))
+        self.calls.append("push")
         if self.errors:
             raise self.errors.pop(0)
         return SyncReport(
@@ -42,7 +45,14 @@ class PlayedTrainer:
         )
 
     def wake_up(self) -> None:
-        self.woken += 1
+        if self.asleep:
+            self.asleep = False
+            self.calls.append("wake")
+
+    def sleep(self) -> None:
+        if not self.asleep:
+            self.asleep = True
+            self.calls.append("sleep")
 
 
 class PlayedEngines:
@@ -51,18 +61,30 @@ class PlayedEngines:
     def __init__(self, *failures: list[int]):
         self.infos, self.unsynced = list(ENGINES), []
         self.failures, self.told, self.admitted = list(failures), [], 0
+        self.calls: list[str] = []
 
-    def replace_failed(self, *, paused: bool = False, known=()) -> list[int]:
-        found = self.failures.pop(0) if self.failures else []
-        return sorted({*found, *known})
+    def replace_failed(self, *, paused: bool = False, known=(), before=lambda: None) -> list[int]:
+        found = sorted({*(self.failures.pop(0) if self.failures else []), *known})
+        if found:
+            before()
+            self.calls.append("replace")
+        return found
 
     def admit(self) -> None:
         self.admitted += 1
+        self.calls.append("admit")
+
+    def interrupt(self) -> None:
+        self.calls.append("interrupt")
+
+    def release(self) -> None:
+        self.calls.append("release")
 
     def set_version(self, version: int, rollout_id: int | None) -> None:
         self.told.append((version, rollout_id))
 
-    def resume(self, tag: str) -> None: ...
+    def resume(self, tag: str) -> None:
+        self.calls.append(tag)
 
     def check_probe(self, probe: Any) -> None: ...
 
@@ -84,6 +106,7 @@ class Recorder:
 
 def make(trainer: PlayedTrainer, engines: PlayedEngines, version: int = 0, **flags) -> Any:
     args = make_args(**{"use_fault_tolerance": True, **flags})
+    trainer.calls = engines.calls
     played: Any = (trainer, engines, Recorder())
     return WeightUpdater(args, *played, version=version)
 
@@ -136,7 +159,42 @@ def test_an_update_is_repeated_with_the_engines_that_were_replaced():
     engines = PlayedEngines([], [1])  # before the update, after the failure
     updater = make(trainer, engines)
     updater.update()
-    assert len(trainer.pushes) == 2 and trainer.woken == 1 and engines.admitted == 1
+    assert len(trainer.pushes) == 2 and engines.admitted == 1
+    assert engines.calls == ["weights", "push", "replace", "weights", "push", "kv_cache", "admit"]
+
+
+SHARED = {"colocate": True, "rollout_num_gpus": None}
+WHOLE = ["weights", "push", "sleep", "kv_cache", "admit"]  # an update of all engines
+
+
+def test_shared_gpus_hold_no_trainer_while_an_engine_starts():
+    trainer = PlayedTrainer(RayTaskError("update_weights", "", ValueError("connection reset")))
+    engines = PlayedEngines([0], [1])  # before the update, after the failure
+    make(trainer, engines, **SHARED).update()
+    replaced = ["sleep", "replace", "release", "wake"]
+    assert engines.calls == [*replaced, "weights", "push", *replaced, *WHOLE]
+
+
+def test_during_a_rollout_engines_give_their_memory_to_the_trainer_for_a_restarted_one():
+    trainer, engines = PlayedTrainer(), PlayedEngines()
+    updater = make(trainer, engines, **SHARED)
+    updater.update()
+    assert engines.calls == WHOLE and trainer.asleep
+    engines.calls.clear()
+    engines.unsynced = ENGINES[:1]
+    updater.update_restarted()
+    woken = ["interrupt", "release", "wake", "weights", "push", "sleep", "kv_cache", "admit"]
+    assert engines.calls == woken and trainer.pushes[1:] == [(ENGINES[:1], 1)]
+
+
+def test_a_trainer_that_never_sleeps_updates_a_restarted_engine_alone():
+    trainer, engines = PlayedTrainer(), PlayedEngines()
+    updater = make(trainer, engines)
+    updater.update()
+    engines.calls.clear()
+    engines.unsynced = ENGINES[:1]
+    updater.update_restarted()
+    assert engines.calls == ["weights", "push", "admit"]
 
 
 def test_an_update_that_reached_no_engine_is_tried_once_more_without_a_failed_engine():
