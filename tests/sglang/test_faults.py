@@ -19,6 +19,7 @@ from tests.args import make_args
 from tests.e2e import runs
 
 pytestmark = pytest.mark.timeout(1800)  # several starts of a server, on cores that may be busy
+SHARED = {"colocate": True, "rollout_num_gpus": None}
 SLOW = {"rollout_max_response_len": 160, "max_tokens_per_gpu": 2048}  # seconds of generation
 
 
@@ -51,19 +52,23 @@ def finish(process, status: int = 0) -> str:
     return output
 
 
-def test_one_engine_of_two_is_killed_in_generation_and_the_other_frozen(model, data, tmp_path):
+@pytest.mark.parametrize("shares", [False, True], ids=["apart", "colocated"])
+def test_one_engine_of_two_is_killed_in_generation_and_the_other_frozen(
+    model, data, tmp_path, shares
+):
     """By way of the router, which takes what was under way to the engine that is left."""
     run_dir = tmp_path / "run"
+    places = {**SHARED, "actor_num_gpus_per_node": 2} if shares else {"rollout_num_gpus": 2}
     words = runs.command(
         model,
         data,
         run_dir,
         rollout_engine="sglang",
         num_rollout=5,
-        rollout_num_gpus=2,
         rollout_health_check_interval=2,
         rollout_health_check_timeout=20,
         **SLOW,
+        **places,
     )
     process = runs.start(words)
     runs.wait_for(lambda: synced(run_dir) == 1, process, timeout=600)
@@ -81,8 +86,9 @@ def test_one_engine_of_two_is_killed_in_generation_and_the_other_frozen(model, d
     check(run_dir, 5)
 
 
+@pytest.mark.parametrize("shares", [False, True], ids=["apart", "colocated"])
 def test_the_engine_is_killed_while_idle_and_in_an_update_and_frozen_in_another(
-    model, data, tmp_path
+    model, data, tmp_path, shares
 ):
     run_dir = tmp_path / "run"
     words = runs.command(
@@ -95,6 +101,7 @@ def test_the_engine_is_killed_while_idle_and_in_an_update_and_frozen_in_another(
         rollout_health_check_timeout=20,
         update_weight_buffer_size=1024,  # a bucket per tensor: the update takes a while
         rollout_data_postprocess_path="tests.sglang.hooks.slow_step",
+        **(SHARED if shares else {}),
     )
     process = runs.start(words)
     runs.wait_for(lambda: (run_dir / "training_1").exists(), process, timeout=600)
