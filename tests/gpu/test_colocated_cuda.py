@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from benchmarks.colocate_gpu import Watch, card_memory
-from tests.e2e import runs
+from tests.e2e import gates, runs
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -59,3 +60,39 @@ def test_five_rollouts_take_turns_on_the_card(data: Path, tmp_path: Path, precis
     used = [values["card"] for _, values in watch.readings]
     assert max(used) > 0.4 * total  # the engine took what it was given
     assert min(used[len(used) // 2 :]) < 0.3 * total  # and gave it back while the trainer worked
+
+
+def test_an_engine_killed_in_a_rollout_comes_back_with_the_current_weights(
+    data: Path, tmp_path: Path
+):
+    """The trainer's memory is offloaded then; the new engine gets a KV cache of the same size."""
+    run_dir = tmp_path / "run"
+    words = runs.command(
+        make_tiny_checkpoint(tmp_path / "m", weight_scale=2.0, hidden_size=128, head_dim=64),
+        data,
+        run_dir,
+        colocate=True,
+        rollout_num_gpus=None,
+        num_rollout=4,
+        rollout_max_response_len=32,
+        max_tokens_per_gpu=2048,
+        sglang_mem_fraction_static=0.5,
+        rollout_health_check_interval=1,
+        custom_generate_function_path=gates.GENERATE,
+        fp32=True,
+    )
+    with Watch(card_memory, 0.05) as watch:
+        process, gate = runs.start(words), gates.Gate(run_dir)
+        gate.wait(process)
+        before = len(watch.readings)
+        psutil.Process(runs.engine_facts(run_dir)["pid"]).kill()
+        gate.open()
+        output = runs.finish(process)
+    assert process.returncode == 0, output
+    assert output.count("engine 0 failed and was started again") == 1
+    trained = runs.metrics(run_dir, "train")
+    assert [row["rollout_id"] for row in trained] == list(range(4))
+    assert all(row["train/log_prob_gap_max"] < 1e-3 for row in trained), trained
+    total = torch.cuda.get_device_properties(0).total_memory
+    after = [values["card"] for _, values in watch.readings[before:]]
+    assert min(after) < 0.3 * total and max(after) > 0.4 * total
