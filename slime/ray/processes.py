@@ -97,14 +97,15 @@ class Processes:
             _on_stop(stack, group.stop)
             group.start()
             engines = Engines(args, group, manager, recorder, watch)
-            if args.colocate and actor:
+            shares_gpus = args.colocate and bool(actor)
+            if shares_gpus:
                 # Engines size their KV cache by the free memory: the trainer takes its memory afterwards.
                 engines.wait()
                 engines.release()
             _start_ranks(args, actor, critic, checkpoints)
             if checkpoints.loaded:
                 _load_state(manager, checkpoints, watch)
-            if not args.colocate or not actor:
+            if not shares_gpus:
                 engines.wait()
             actor.wait_started()
             if critic:

@@ -4,9 +4,9 @@
     update()             push to all engines ──▶ verify ──▶ admit ──▶ tell the manager the version
     update_restarted()   the same for restarted engines while all others generate
 
-Both push through `_retry`, the only place where an update is retried. Where they share GPUs and offload, engines
-start while the trainer sleeps, since they size their KV cache by the free memory, and the trainer wakes while
-engines have released theirs.
+Both push through `_retry`, the only place where an update is retried. If trainer and engines share GPUs and offload,
+an engine starts only while the trainer sleeps, since it sizes its KV cache by the free memory; and to update
+a restarted engine during a rollout, all engines stop and release their memory to the trainer.
 """
 
 from __future__ import annotations

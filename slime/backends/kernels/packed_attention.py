@@ -55,7 +55,7 @@ class PackedLayout:
 
     cu_seqlens: torch.Tensor  # [N+1] int32
     max_seqlen: int
-    runs: tuple[PackedRun, ...]
+    runs: tuple[PackedRun, ...]  # empty without a long sample
     groups: tuple[tuple[int, int], ...]
     gather: torch.Tensor | None  # None without padding
     scatter: torch.Tensor | None
@@ -68,7 +68,7 @@ def packed_layout(lens: list[int], device: torch.device) -> PackedLayout:
     gather = scatter = None
     if sum(count * length for count, length in groups) > sum(lens):
         gather, scatter = (index.to(device) for index in _indices(lens, groups))
-    runs = tuple(_runs(lens, device))
+    runs = tuple(_runs(lens, device)) if max(lens) >= LONG_SAMPLE else ()
     return PackedLayout(
         _offsets(lens, device), max(lens), runs, groups, gather, scatter, tuple(lens)
     )
