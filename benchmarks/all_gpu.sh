@@ -114,7 +114,7 @@ measure train_4b 170 330 "${WITH_TE[@]}" bash -c 'trainer "$@"' _ --shapes 4B --
 measure engine_4b 190 420 bash -c 'engine "$@"' _ --shape 4b --rounds 1 --together "${SGLANG[@]}" "${VLLM[@]}"
 # As recorded before
 measure weight_sync 60 120 "$PYTHON" benchmarks/weight_sync_gpu.py --shapes 4B 0.6B --buffer-size 536870912 2147483648
-measure step 75 300 "$PYTHON" benchmarks/step_gpu.py --lengths 128-512 --steps 3 --trl-micro-batches 32 16 ${VLLM_PATH:+--only-vllm} ${TRL_PATH:+--trl-path "$TRL_PATH"} "${VLLM[@]}"
+measure step 140 400 "$PYTHON" benchmarks/step_gpu.py --lengths 128-512 --steps 3 --trl-micro-batches 32 16 ${VLLM_PATH:+--only-vllm} ${TRL_PATH:+--trl-path "$TRL_PATH"} "${VLLM[@]}"
 measure train_0.6b 60 150 bash -c 'trainer "$@"' _ --shapes 0.6B --steps 2
 measure engine 150 330 bash -c 'engine "$@"' _ --shape 0.6b --rounds 2 --together "${SGLANG[@]}" "${VLLM[@]}"
 measure engine_moe 160 330 bash -c 'engine "$@"' _ --shape 30b-a3b --layers 12 --rounds 2 --together "${SGLANG[@]}" "${VLLM[@]}"

@@ -212,7 +212,9 @@ def decode(options: argparse.Namespace, folder: Path) -> None:
         print(
             f"  {size / 1e9:.1f} GB of weights in {time.perf_counter() - begin:.1f} s", flush=True
         )
-        command = engine_server.sglang_command(model, "fa3", load_format="auto")
+        attention = "fa3" if CUDA else "torch_native"
+        command = engine_server.sglang_command(model, attention, load_format="auto")
+        command += [] if CUDA else ["--lora-backend", "torch_native"]
         commands["sglang"] = [*command, "--enable-lora", "--max-loras-per-batch", "2"]
     started = [
         engine_server.Server(
