@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.config.checks.file_checks import is_dense, read_hf_config
 from slime.config.flags.draft import Draft
 from slime.config.flags.spec import option_of
 from slime.config.peft_files import (
@@ -200,8 +201,13 @@ def served_modules(args: Args, shapes: dict[str, list[int]]) -> list[str]:
 
 
 def adapted_experts(draft: Draft) -> list[str]:
-    """Return the targets of --lora-target-modules that name experts; none without LoRA."""
-    return [t for t in draft["lora_target_modules"] if draft["lora_rank"] and names_experts(t)]
+    """Return the targets of --lora-target-modules that name experts; none without LoRA or experts.
+
+    The MLP of a dense GLM-4 has a gate_up_proj too.
+    """
+    if not draft["lora_rank"] or is_dense(read_hf_config(draft)):
+        return []
+    return [target for target in draft["lora_target_modules"] if names_experts(target)]
 
 
 def derive_lora(draft: Draft) -> None:

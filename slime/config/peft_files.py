@@ -95,7 +95,7 @@ def refuse_fused(targets: Iterable[str], parameters: list[str]) -> None:
 
 
 def names_experts(target: str) -> bool:
-    """Return whether a target can only mean parameters of experts."""
+    """Return whether a target means parameters of experts, in a model that has experts."""
     return any(matches(target, name) for name in (EXPERTS, GATE_UP, f"{EXPERTS}.{DOWN}"))
 
 

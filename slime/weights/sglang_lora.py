@@ -143,7 +143,8 @@ def complete_tensors(adapter: AdapterUpdate) -> list[NamedTensor]:
     known, missing = set(adapter.modules), []
     for module in adapter.modules:
         prefix, _, last = module.rpartition(".")
-        partners = [f"{prefix}.{part}" for part in _FUSED.get(_fused(last), ())]
+        whole = _WHOLE.get(last, "")  # a gate_up_proj of the model itself has all its parts
+        partners = [f"{prefix}.{part}" for part in _FUSED.get(whole, ())]
         missing += [one for one in partners if one not in known and one not in missing]
     if not missing:
         return adapter.tensors

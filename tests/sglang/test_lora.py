@@ -21,8 +21,9 @@ from slime.weights.peft_folder import read_peft_weights
 from tests.adapters import make_adapter, peft_log_probs
 from tests.e2e import runs
 from tests.engines import EngineServer
+from tests.parity.tiny_families import make_family
 from tests.sglang_server import sglang_server
-from tests.tiny import make_tiny_checkpoint
+from tests.tiny import make_byte_tokenizer, make_tiny_checkpoint
 
 pytestmark = pytest.mark.timeout(1800)  # a start of a server takes minutes on busy cores
 
@@ -97,6 +98,21 @@ def assert_served(model: Path, folder: Path | None, prompt: list[int], reply: di
     expected = peft_log_probs(model, folder, prompt + reply["output_ids"])
     found = torch.tensor([entry[0] for entry in entries])
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_a_model_whose_gate_and_up_are_one_module(tmp_path: Path):
+    """GLM-4 publishes gate_up_proj, which SGLang otherwise makes of two modules."""
+    model = make_family(tmp_path / "glm4", "glm4", vocab_size=320, intermediate_size=64)
+    make_byte_tokenizer().save_pretrained(model)
+    targets = ["q_proj", "gate_up_proj", "down_proj"]
+    folder = make_adapter(model, tmp_path / "a", seed=1, rank=4, targets=targets)
+    flags = {**SLOTS, "lora_rank": 4, "lora_target_modules": targets}
+    prompts = [[token % 256 for token in prompt] for prompt in PROMPTS[:2]]
+    with sglang_server(model, "first", **flags) as server:
+        AdapterSync(token=None).update(read(model, folder, "a"), [info(server)], 1)
+        replies = generate(server, ["a", None], prompts)
+    for one, prompt, reply in zip((folder, None), prompts, replies, strict=True):
+        assert_served(model, one, prompt, reply)
 
 
 def test_adapters_sent_in_each_way_and_the_base_in_one_batch(server, model, folders, tmp_path):

@@ -254,6 +254,17 @@ def test_experts_with_adapters_are_those_of_slimes_layers():
     assert make_args(**linear).transformer_impl is None
 
 
+def test_gate_up_proj_of_a_dense_model_is_a_linear_module(tmp_path):
+    """GLM-4's; TransformerEngine's layers, Muon and SGLang take adapters of it."""
+    (tmp_path / "config.json").write_text('{"model_type": "glm4", "num_hidden_layers": 2}')
+    flags = {**ADAPTED, "hf_checkpoint": str(tmp_path), "lora_target_modules": ["gate_up_proj"]}
+    assert make_args(**flags).transformer_impl is None
+    assert make_args(**flags | {"rollout_engine": "sglang", "lora_merge_for_rollout": False})
+    sparse = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(sparse))
+    assert make_args(**flags).transformer_impl == "local"
+
+
 def test_full_names_beside_a_vision_tower():
     """Names of the flags are those of the text model; tensors and targets of the folder are nested."""
     targets = ("model.layers.0.self_attn.q_proj", "v_proj")

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from slime.config.checks.file_checks import (
     foreign_quantization,
+    num_experts,
     read_hf_config,
     read_quantization,
 )
@@ -262,18 +263,13 @@ def _check_model(draft: Draft) -> None:
             f"the {heads} attention heads of the model cannot be spread over the {ranks} tensor ranks of "
             "an engine: choose --rollout-num-gpus-per-engine, or --sglang-dp-size, so that they divide"
         )
-    experts, ep = _experts(config) or draft["num_experts"], draft["sglang_ep_size"] or 1
+    experts, ep = num_experts(config) or draft["num_experts"], draft["sglang_ep_size"] or 1
     spare = draft["sglang_ep_num_redundant_experts"] or 0
     if experts and (experts + spare) % ep:
         raise ConfigError(
             f"--sglang-ep-size {ep} does not divide the {experts + spare} experts of the model: choose "
             "one that does"
         )
-
-
-def _experts(config: dict[str, Any]) -> int | None:
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
-    return next((config[name] for name in names if config.get(name)), None)
 
 
 def _check_fp8(draft: Draft) -> None:

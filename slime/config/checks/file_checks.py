@@ -94,6 +94,18 @@ def read_hf_config(draft: Draft) -> dict[str, Any]:
     return config.get("text_config", config)
 
 
+def num_experts(config: dict[str, Any]) -> int | None:
+    """Return how many experts a layer of the model in config.json has; None without experts."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    return next((config[name] for name in names if config.get(name)), None)
+
+
+def is_dense(config: dict[str, Any]) -> bool:
+    """Return whether config.json describes a model, and one without experts."""
+    layers = config.get("num_hidden_layers") or config.get("n_layer")
+    return layers is not None and num_experts(config) is None
+
+
 def read_quantization(draft: Draft) -> dict[str, Any]:
     """Return quantization_config of config.json, from the top level or from text_config."""
     for config in (read_config_json(draft), read_hf_config(draft)):

@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from slime.config.checks.file_checks import read_hf_config, read_quantization
+from slime.config.checks.file_checks import (
+    is_dense,
+    num_experts,
+    read_hf_config,
+    read_quantization,
+)
 from slime.config.checks.megatron_support import asks_for_something, check_megatron_flags
 from slime.config.checks.model_types import (
     MTP,
@@ -74,8 +79,8 @@ def check_fsdp_experts(draft: Draft, config: dict[str, Any]) -> None:
     ep, gpus = draft["expert_model_parallel_size"] or 1, draft.num_training_gpus
     if ep == 1:
         return
-    experts = _found(config, "num_experts")
-    if _is_dense(config):
+    experts = num_experts(config)
+    if is_dense(config):
         raise ConfigError(
             f"--expert-model-parallel-size {ep}: the model of --hf-checkpoint has no experts: remove "
             "it"
@@ -160,7 +165,7 @@ def check_against_config(draft: Draft, config: dict[str, Any]) -> None:
 
 
 def check_expert_flags(draft: Draft, config: dict[str, Any]) -> None:
-    for flag in draft.given_flags() if _is_dense(config) else ():
+    for flag in draft.given_flags() if is_dense(config) else ():
         if flag.name.startswith("moe_") and asks_for_something(flag.name, draft[flag.name]):
             raise ConfigError(
                 f"{flag.option}: the model of --hf-checkpoint has no experts: remove it"
@@ -184,7 +189,7 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
             f"--pipeline-model-parallel-size {pp} = {ep * etp * pp} does not divide the {gpus} training "
             "GPUs: lower one of them"
         )
-    if ep == 1 and etp != tp and _found(config, "num_experts") is not None:
+    if ep == 1 and etp != tp and num_experts(config) is not None:
         raise ConfigError(
             f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} needs "
             "--expert-model-parallel-size 2 or more, as megatron-core reduces the experts' gradients "
@@ -199,12 +204,12 @@ def check_parallel(draft: Draft, config: dict[str, Any]) -> None:
             "--sequence-parallel has no effect with --tensor-model-parallel-size 1: it splits sequences over "
             "tensor ranks"
         )
-    experts = draft["num_experts"] or _found(config, "num_experts")
+    experts = draft["num_experts"] or num_experts(config)
     if tp > 1 and experts is not None and not draft["sequence_parallel"]:
         raise ConfigError(
             f"--tensor-model-parallel-size {tp} with experts needs --sequence-parallel: add it"
         )
-    if ep > 1 and experts is None and _is_dense(config):
+    if ep > 1 and experts is None and is_dense(config):
         raise ConfigError(
             f"--expert-model-parallel-size {ep}: the model of --hf-checkpoint has no experts: remove "
             "it"
@@ -291,7 +296,7 @@ def check_replay(draft: Draft, config: dict[str, Any]) -> None:
             continue
         if draft["qkv_format"] == "bshd":
             raise ConfigError(f"{option_of(name)} needs packed samples: --qkv-format thd")
-        if _is_dense(config):
+        if is_dense(config):
             raise ConfigError(f"{option_of(name)}: the model of --hf-checkpoint has no experts")
         _check_replayed_experts(draft, name)
 
@@ -357,11 +362,6 @@ def _check_layers(draft: Draft, config: dict[str, Any]) -> None:
 
 def _found(config: dict[str, Any], name: str) -> Any:
     return next((config[key] for key in _CONFIG_KEYS[name] if config.get(key) is not None), None)
-
-
-def _is_dense(config: dict[str, Any]) -> bool:
-    """Return whether config.json describes a model, and one without experts."""
-    return _found(config, "num_layers") is not None and _found(config, "num_experts") is None
 
 
 def _check_divides(draft: Draft, config: dict[str, Any], name: str, size: str) -> None:
