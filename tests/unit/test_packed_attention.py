@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from slime.backends.fsdp_utils.model import PACKED_ATTENTION, packed_attention
+from slime.backends.kernels import packed_attention as kernels
 from slime.backends.kernels.fused_ops import fuse_norms
 from slime.backends.kernels.packed_attention import packed_layout
 from slime.core.errors import UserError
@@ -78,6 +79,39 @@ def _naive(query, key, value, lens, scaling, window, sinks=None):
             out[place, head] = scores.softmax(-1)[:, :length] @ value[0, kv_head, place]
         start += length
     return out.unsqueeze(0)
+
+
+def test_samples_that_cudnn_refuses_are_computed_by_the_varlen_kernel(monkeypatch, caplog):
+    """cuDNN has no kernel for tensors on a CPU. A loop over samples plays torch's varlen kernel."""
+    torch.manual_seed(0)
+    lens, calls = [600, 64, 512], []
+
+    def varlen(query, key, value, offsets, longest, scale, window):
+        calls.append(offsets[0].diff().tolist())
+        layout = packed_layout(calls[-1], query.device)
+        return kernels._attend_padded(query, key, value, layout, scale, window, None)
+
+    monkeypatch.setattr(kernels, "LONG_SAMPLE", 512)
+    monkeypatch.setattr(kernels, "_call_varlen_kernel", varlen)
+    monkeypatch.setattr(kernels, "_has_varlen_kernel", lambda *_: True)
+    monkeypatch.setattr(
+        kernels, "_has_long_kernel", lambda _: torch.backends.cuda.cudnn_sdp_enabled()
+    )
+    layout = packed_layout(lens, torch.device("cpu"))
+    inputs = [torch.randn(sum(lens), heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    expected = kernels._attend_padded(*inputs, layout, None, None, None)
+    wanted = torch.autograd.grad(expected.square().sum(), inputs)
+    try:
+        for _ in range(2):
+            found = kernels.attend_packed(*inputs, layout)
+            torch.testing.assert_close(found, expected)
+            grads = torch.autograd.grad(found.square().sum(), inputs)
+            torch.testing.assert_close(grads, wanted)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    assert calls == [[600], [64], [512], lens]
+    (record,) = caplog.records
+    assert "samples of 600 tokens" in record.message
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ sample, or under context parallelism one of the two zigzag chunks of it that a r
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,12 +23,15 @@ try:
 except ImportError:  # pragma: no cover - torch without the kernel
     varlen_attn = None
 
+logger = logging.getLogger(__name__)
+
 # Samples share a padded SDPA call if the shortest has at least this fraction of the longest's
 # tokens. Below it the padding costs more than another call.
 _MIN_LENGTH_RATIO = 0.8
 # From this length on, cuDNN computes a sample on Hopper GPUs. It compiles a graph for every new length, and
 # some of its releases are wrong for odd ones, so lengths are padded to multiples of _LONG_STEP.
 LONG_SAMPLE, _LONG_STEP = 4096, 512
+_NO_KERNEL = ("No available kernel", "No viable backend")  # torch's messages
 
 
 @dataclass(frozen=True)
@@ -196,13 +200,32 @@ def _attend_runs(
 def _attend_long(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: int, scale: float | None
 ) -> torch.Tensor:
-    """Attend within one sample by cuDNN, padded at its end, where causal attention needs no mask."""
+    """Attend within one sample by cuDNN, padded at its end, where causal attention needs no mask.
+
+    Where cuDNN has no kernel for such tensors, this and all later samples take the varlen kernel.
+    """
     inputs = (query, key, value)
     if padding:
         inputs = tuple(F.pad(x, (0, 0, 0, 0, 0, padding)) for x in inputs)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in inputs)  # [1, heads, L, D]
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    try:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=True
+            )
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _NO_KERNEL):
+            raise
+        if torch.backends.cuda.cudnn_sdp_enabled():  # not refused before in this micro-batch
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            logger.warning(
+                "cuDNN %s has no attention for samples of %d tokens and heads of %d: torch's "
+                "kernel computes long samples, more slowly",
+                *(torch.backends.cudnn.version(), len(query), query.shape[-1]),
+            )
+        offsets = _offsets([len(query)], query.device)
+        longest = (len(query), len(query))
+        return _call_varlen_kernel(query, key, value, (offsets, offsets), longest, scale, None)
     return out.squeeze(0).transpose(0, 1)[: len(query)]
 
 

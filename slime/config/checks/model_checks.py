@@ -5,12 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from slime.config.checks.file_checks import (
-    is_dense,
-    num_experts,
-    read_hf_config,
-    read_quantization,
-)
+from slime.config.checks.file_checks import is_dense, num_experts, read_hf_config, read_quantization
 from slime.config.checks.megatron_support import asks_for_something, check_megatron_flags
 from slime.config.checks.model_types import (
     MTP,
