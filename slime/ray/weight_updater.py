@@ -140,9 +140,9 @@ class WeightUpdater:
         replaced = self._engines.replace_failed(
             paused=paused, known=known, before=self._trainer.sleep
         )
-        if replaced:
+        if self._trainer.asleep:  # engines were started, or a push failed when they had memory again
             self._engines.release()
-        self._trainer.wake_up()
+            self._trainer.wake_up()
         return replaced
 
     def _retry(self, push: Callable[[], list[SyncReport]]) -> list[SyncReport]:

@@ -62,6 +62,7 @@ class PlayedEngines:
         self.infos, self.unsynced = list(ENGINES), []
         self.failures, self.told, self.admitted = list(failures), [], 0
         self.calls: list[str] = []
+        self.lost: list[Exception] = []  # when the KV cache is allocated
 
     def replace_failed(self, *, paused: bool = False, known=(), before=lambda: None) -> list[int]:
         found = sorted({*(self.failures.pop(0) if self.failures else []), *known})
@@ -85,6 +86,8 @@ class PlayedEngines:
 
     def resume(self, tag: str) -> None:
         self.calls.append(tag)
+        if tag == "kv_cache" and self.lost:
+            raise self.lost.pop()
 
     def check_probe(self, probe: Any) -> None: ...
 
@@ -185,6 +188,13 @@ def test_during_a_rollout_engines_give_their_memory_to_the_trainer_for_a_restart
     updater.update_restarted()
     woken = ["interrupt", "release", "wake", "weights", "push", "sleep", "kv_cache", "admit"]
     assert engines.calls == woken and trainer.pushes[1:] == [(ENGINES[:1], 1)]
+
+
+def test_an_update_that_failed_when_engines_had_memory_again_begins_with_its_release():
+    trainer, engines = PlayedTrainer(), PlayedEngines()
+    engines.lost = [HttpError("http://engine0 does not answer")]
+    make(trainer, engines, **SHARED).update()
+    assert engines.calls == ["weights", "push", "sleep", "kv_cache", "release", "wake", *WHOLE]
 
 
 def test_a_trainer_that_never_sleeps_updates_a_restarted_engine_alone():
