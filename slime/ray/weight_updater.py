@@ -140,7 +140,7 @@ class WeightUpdater:
         replaced = self._engines.replace_failed(
             paused=paused, known=known, before=self._trainer.sleep
         )
-        if self._trainer.asleep:  # engines were started, or a push failed when they had memory again
+        if self._trainer.asleep:  # an engine was started, or a push failed late
             self._engines.release()
             self._trainer.wake_up()
         return replaced

@@ -160,7 +160,7 @@ class RolloutDataSource:
         temporary.replace(path)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Continue after `rollout_id` from the state under `--load`; without one, start from the beginning."""
+        """Continue from the state that `save` wrote; the RolloutManager restores `state_dict` instead."""
         if self.args.load is None or rollout_id is None or rollout_id < 0:
             return
         path = _state_path(self.args.load, rollout_id)

@@ -85,6 +85,18 @@ def test_modules_and_functions_exist(page: Path):
         assert found or importlib.util.find_spec(name), name
 
 
+def test_the_architecture_names_files_and_functions_that_exist():
+    """In its diagrams too; a function stands after its file: `slime/core/a.py` `f`."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    files = set(re.findall(r"slime/[\w/]+\.py", text))
+    assert [name for name in sorted(files) if not (ROOT / name).is_file()] == []
+    pairs = re.findall(r"`(slime/[\w/]+\.py)` `(_?\w+)`", text)
+    pairs += re.findall(r"(slime/[\w/]+\.py) (\w+) ─▶", text)
+    assert len(pairs) > 40
+    wrong = [(f, n) for f, n in pairs if not re.search(rf"\b{n}\b", (ROOT / f).read_text())]
+    assert wrong == []
+
+
 def test_the_changelog_has_each_section_once_and_in_order():
     """The order is that of Keep a Changelog."""
     order = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]

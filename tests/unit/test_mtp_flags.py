@@ -112,9 +112,7 @@ def test_fsdp_refuses_it():
 )
 def test_engines_that_draft_with_mtp_layers_are_sent_them(run, flags, sent):
     pytest.importorskip("megatron.core")
-    from slime.backends.megatron_utils.update_weight.update_weight_from_distributed import (
-        serves_mtp,
-    )
+    from slime.backends.megatron_utils.hf_weights.export import serves_mtp
 
     args = run(**TRAINED).replace(rollout_engine="sglang", **flags)
     assert serves_mtp(args) is sent

@@ -27,7 +27,7 @@ from slime.runlog.checkpoint_folder import find_checkpoint, read_meta
 from slime.runlog.export_folder import ExportInfo
 from slime.utils.device import current_device
 from slime.utils.load_function import load_hook
-from slime.weights.buckets import NamedTensor
+from slime.weights.buckets import NamedTensor, batches
 from slime.weights.hf_folder import FILE_BYTES, write_hf_folder
 from slime.weights.sync import serving_dtype
 
@@ -79,10 +79,6 @@ from slime.backends.megatron_utils.passes import (  # noqa: E402
 from slime.backends.megatron_utils.routing_replay import (  # noqa: E402
     install_replay,
     keep_experts,
-)
-from slime.backends.megatron_utils.update_weight import (  # noqa: E402
-    UpdateWeightFromDistributed,
-    UpdateWeightFromTensor,
 )
 
 if TYPE_CHECKING:
@@ -145,9 +141,6 @@ class MegatronTrainRayActor(LoraTrainRayActor):
             self._fill(base)
             self.adapters.start(args, role)
         self.optimizer = ScheduledOptimizer(args, self.model, lr_schedule(args))
-        kinds = {"tensor": UpdateWeightFromTensor}
-        kind = kinds.get(args.update_weight_transport, UpdateWeightFromDistributed)
-        self._updater = kind(args, self.chunks)
         self._hook("custom_megatron_init_path", hook_types.MegatronInit, args)
         start = 0 if checkpoint is None else self.load(checkpoint) + 1
         if args.offload_train:
@@ -339,10 +332,11 @@ class MegatronTrainRayActor(LoraTrainRayActor):
         return "ref" in self.frozen and bool(self.args.ref_update_interval)
 
     def hf_buckets(self) -> Iterator[HFBucket]:
-        return self._updater.buckets(None if self.adapters is None else self.adapters.merge())
+        merge = None if self.adapters is None else self.adapters.merge()
+        return hf_buckets(self.args, self.chunks, self._weights, merge=merge)
 
     def base_buckets(self) -> Iterator[HFBucket]:
-        return self._updater.buckets()
+        return hf_buckets(self.args, self.chunks, self._weights)
 
     def whole_adapters(self, dtype: torch.dtype) -> Iterator[NamedTensor]:
         assert self.adapters is not None, "called with LoRA only"
@@ -354,7 +348,7 @@ class MegatronTrainRayActor(LoraTrainRayActor):
             self.export_adapter(path, self.adapters.lora, info)
             return
         tensors = export_hf(self.chunks, self._weights, dtype)
-        buckets = hf_buckets(tensors, FILE_BYTES, keep=writes)
+        buckets = batches(tensors, lambda named: named[1].nbytes, FILE_BYTES, keep=writes)
         source = self.args.hf_checkpoint
         if writes and self._weights.copies:
             names = HfReader(source).names()

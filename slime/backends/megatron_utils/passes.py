@@ -203,7 +203,7 @@ def fp8_multiple(config: TransformerConfig) -> int:
 
 def prepare_config(config: TransformerConfig) -> None:
     """Configure losses and gradients as sums, and p2p for micro-batches of varying length."""
-    config.calculate_per_token_loss = True
+    config.calculate_per_token_loss = True  # Megatron's, whatever --calculate-per-token-loss is
     config.finalize_model_grads_func = _sum_gradients
     if config.pipeline_model_parallel_size > 1:
         virtual = config.virtual_pipeline_model_parallel_size is not None

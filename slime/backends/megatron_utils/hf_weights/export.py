@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,10 @@ from slime.backends.megatron_utils.parallel import (
 from slime.config.peft_files import LORA_A, LORA_B, flat_name
 from slime.utils.device import current_device
 from slime.weights.buckets import NamedTensor, batches, merge_adapter
+from slime.weights.sync import serving_dtype
+
+if TYPE_CHECKING:
+    from slime.config.arguments import Args
 
 
 def export_hf(
@@ -48,13 +53,26 @@ def export_hf(
 
 
 def hf_buckets(
-    tensors: Iterable[NamedTensor], max_bytes: int, *, keep: bool = True
+    args: Args,
+    chunks: Sequence[torch.nn.Module],
+    weights: WeightMap,
+    *,
+    merge: Merge | None = None,
 ) -> Iterator[list[NamedTensor]]:
-    """Yield the tensors of `export_hf` in lists of at most `max_bytes`, or of one larger tensor.
+    """Yield what an update sends in lists of --update-weight-buffer-size, empty on ranks that do not send."""
+    dtype, with_mtp = serving_dtype(args), serves_mtp(args)
+    tensors = export_hf(chunks, weights, dtype, with_mtp=with_mtp, merge=merge)
+    sends = dist.get_rank() == 0 or args.update_weight_transport == "tensor"
+    return batches(
+        tensors, lambda named: named[1].nbytes, args.update_weight_buffer_size, keep=sends
+    )
 
-    With `keep=False` a rank takes part in gathers and yields as many lists, but empty.
-    """
-    return batches(tensors, lambda named: named[1].nbytes, max_bytes, keep=keep)
+
+def serves_mtp(args: Args) -> bool:
+    """Return whether engines draft with the multi-token-prediction layers of the model."""
+    algorithm = (args.sglang_speculative_algorithm or "").upper()
+    own_layers = algorithm in ("EAGLE", "NEXTN") and not args.sglang_speculative_draft_model_path
+    return args.rollout_engine == "sglang" and own_layers
 
 
 def with_copies(

@@ -1,4 +1,7 @@
-"""The base class of weight updates, and updates of engines on other devices."""
+"""Weight updates by scripts that drive them: the base class, and updates of engines on other devices.
+
+In a run `slime/weights/sync.py` chooses the transport, and the actor's `hf_buckets` are sent.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 
-from slime.backends.megatron_utils.hf_weights.export import Merge, export_hf, hf_buckets
+from slime.backends.megatron_utils.hf_weights.export import hf_buckets
 from slime.backends.megatron_utils.hf_weights.families import weight_map
 from slime.backends.megatron_utils.model_config import read_config
 from slime.backends.megatron_utils.parallel import unwrapped
 from slime.core.types import EngineInfo, SyncReport
 from slime.weights.buckets import NamedTensor
-from slime.weights.sync import make_weight_sync, named_engines, serving_dtype
+from slime.weights.sync import make_weight_sync, named_engines
 
 if TYPE_CHECKING:
     from slime.config.arguments import Args
@@ -55,14 +57,9 @@ class UpdateWeight:
         self.weight_version += 1
         return self._sync.update(self.buckets(), self._engines, self.weight_version)
 
-    def buckets(self, merge: Merge | None = None) -> Iterator[list[NamedTensor]]:
+    def buckets(self) -> Iterator[list[NamedTensor]]:
         """Yield lists of (Hugging Face name, full tensor), empty on ranks that do not send."""
-        dtype, with_mtp = serving_dtype(self.args), serves_mtp(self.args)
-        return hf_buckets(
-            export_hf(self._sources(), self._weights, dtype, with_mtp=with_mtp, merge=merge),
-            self.args.update_weight_buffer_size,
-            keep=dist.get_rank() == 0 or self.transport == "tensor",
-        )
+        return hf_buckets(self.args, self._sources(), self._weights)
 
     def _sources(self) -> list[Any]:
         if self._getter is None:
@@ -70,13 +67,6 @@ class UpdateWeight:
         states = self._getter()
         states = [states] if isinstance(states, Mapping) else list(states)
         return [_WithState(c, s) for c, s in zip(self._chunks, states, strict=True)]
-
-
-def serves_mtp(args: Args) -> bool:
-    """Return whether engines draft with the multi-token-prediction layers of the model."""
-    algorithm = (args.sglang_speculative_algorithm or "").upper()
-    own_layers = algorithm in ("EAGLE", "NEXTN") and not args.sglang_speculative_draft_model_path
-    return args.rollout_engine == "sglang" and own_layers
 
 
 class UpdateWeightFromDistributed(UpdateWeight):
