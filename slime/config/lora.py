@@ -201,13 +201,12 @@ def served_modules(args: Args, shapes: dict[str, list[int]]) -> list[str]:
 
 
 def adapted_experts(draft: Draft) -> list[str]:
-    """Return the targets of --lora-target-modules that name experts; none without LoRA or experts.
-
-    The MLP of a dense GLM-4 has a gate_up_proj too.
-    """
-    if not draft["lora_rank"] or is_dense(read_hf_config(draft)):
+    """Return the targets of --lora-target-modules that name experts; none without LoRA."""
+    if not draft["lora_rank"]:
         return []
-    return [target for target in draft["lora_target_modules"] if names_experts(target)]
+    dense = is_dense(read_hf_config(draft))  # such as GLM-4, whose MLP has a gate_up_proj too
+    named = (target for target in draft["lora_target_modules"] if names_experts(target))
+    return [target for target in named if EXPERTS in target or not dense]
 
 
 def derive_lora(draft: Draft) -> None:
