@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         return error.exit_status
-    print(f"{options.output}: {made.kept} rows, {made.repeated} repeated prompts left out")
+    print(f"{options.output}: {made.kept} rows, {made.repeated} repeated prompts skipped")
     print(f"reward: {made.reward}")
     return 0
 

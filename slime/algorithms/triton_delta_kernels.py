@@ -47,7 +47,7 @@ def _pairs(a, b, tokens, real, STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _sums_of(sums, tokens, real, head, HEADS: tl.constexpr):
-    """Return c of a chunk, and its last value, also used as padding: exp(0 - c) would overflow."""
+    """Return c, the sums of decays in a chunk, and the last, which is the padding: exp(0 - c) would overflow."""
     c = tl.load(sums + tokens * HEADS + head, mask=real, other=float("inf"))
     last = tl.min(c, 0)
     return tl.where(real, c, last), last

@@ -299,7 +299,7 @@ def _count_adapters(folder: str, images: bool, lora: LoraConfig) -> AdapterCount
 
 @functools.cache
 def _linear_widths(folder: str, images: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Return in + out of the linear modules but the output layer, and of experts, by name."""
+    """Return input + output width of each linear module except the LM head, and of experts, by name."""
     import torch
 
     model = _skeleton(folder, images)

@@ -103,7 +103,7 @@ class Args(OwnFlags):
 
     @property
     def num_training_gpus(self) -> int:
-        """Return the GPUs of the trainer, or CPU processes where there are none."""
+        """Return the number of the trainer's GPUs, or of its processes without GPUs."""
         return self.actor_num_nodes * self.actor_num_gpus_per_node
 
     def origin(self, name: str) -> Origin:
@@ -224,7 +224,7 @@ def _add_custom(draft: Draft, values: dict[str, Any], where: str, origin: Origin
 
 @functools.cache
 def _did_you_mean(name: str) -> str:
-    """Cached, since hooks call getattr(args, name, default) repeatedly."""
+    """Return a suggestion for a name; cached, since hooks call getattr(args, name, default) often."""
     return did_you_mean(name, all_flags())
 
 

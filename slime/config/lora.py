@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.config.checks.file_checks import is_dense, read_hf_config
+from slime.config.checks.file_checks import is_dense, num_experts, read_hf_config
 from slime.config.flags.draft import Draft
 from slime.config.flags.spec import option_of
 from slime.config.peft_files import (
     ALL_LINEAR,
     CONFIG_FILE,
+    DOWN,
     EXPERTS,
     LORA_A,
     LORA_B,
@@ -201,11 +202,15 @@ def served_modules(args: Args, shapes: dict[str, list[int]]) -> list[str]:
 
 
 def adapted_experts(draft: Draft) -> list[str]:
-    """Return the targets of --lora-target-modules that name experts; none without LoRA."""
+    """Return the targets of --lora-target-modules that name experts; none without LoRA.
+
+    Dense models have a down_proj too, and GLM-4's a gate_up_proj.
+    """
     if not draft["lora_rank"]:
         return []
-    dense = is_dense(read_hf_config(draft))  # such as GLM-4, whose MLP has a gate_up_proj too
-    named = (target for target in draft["lora_target_modules"] if names_experts(target))
+    config = read_hf_config(draft)
+    sparse, dense = num_experts(config) is not None, is_dense(config)
+    named = [t for t in draft["lora_target_modules"] if names_experts(t) or (t == DOWN and sparse)]
     return [target for target in named if EXPERTS in target or not dense]
 
 

@@ -152,7 +152,7 @@ class RolloutBatch:
             for row, values in enumerate(getattr(self, name) or ()):
                 if len(values) != len(self.tokens[row]):
                     raise ValueError(
-                        f"row {row}: {name} of {len(values)} tokens for {len(self.tokens[row])} tokens"
+                        f"row {row}: {name} has {len(values)} entries for {len(self.tokens[row])} tokens"
                     )
         for row, tokens in enumerate(self.tokens):
             if not 0 < self.response_lens[row] < len(tokens):

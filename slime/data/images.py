@@ -136,7 +136,7 @@ def _with_parts(
             source = part_source(part)
             source = next(rest, None) if source is None else source
             if source is None:
-                raise UserError("more <image> or parts of type image in the prompt than images")
+                raise UserError("the prompt has more <image> or parts of type image than images")
             found.append(source)
             part = {"type": "image"}
         elif isinstance(part, dict):  # parquet files have all keys in all parts
@@ -201,7 +201,7 @@ def open_image(data: bytes) -> Any:
                 f"an image of {width} x {height} pixels; the limit is {MAX_PIXELS:,} pixels"
             )
         if getattr(image, "n_frames", 1) > 1:
-            raise UserError("an image with several frames; give one still image per frame")
+            raise UserError("the image has several frames: give one still image per frame")
         image.load()
     except UserError:
         raise
@@ -311,7 +311,7 @@ class ImageProcessor:
         try:
             found = self._hf(images=[open_image(data).convert("RGB")], return_tensors="np")
         except ValueError as error:  # such as an aspect ratio over 200
-            raise UserError(f"an image that the model's processor refuses: {error}") from None
+            raise UserError(f"the model's image processor refuses an image: {error}") from None
         time, rows, columns = (int(size) for size in found["image_grid_thw"][0])
         values = np.ascontiguousarray(found["pixel_values"], np.float32)
         pixels = Pixels(values=values, grid=(time, rows, columns), key=key)
@@ -339,7 +339,7 @@ class ImageProcessor:
             )
         if tokens.count(self.image_token) != len(images):
             raise UserError(
-                f"a prompt with {tokens.count(self.image_token)} places for images and {len(images)} images"
+                f"the prompt has {tokens.count(self.image_token)} image placeholders and {len(images)} images"
             )
         counts = iter([self.num_tokens(self.pixels(data).grid) for data in images])
         repeats = [next(counts) if token == self.image_token else 1 for token in tokens]

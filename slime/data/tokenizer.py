@@ -170,8 +170,8 @@ def refuse_other_vocabulary(path: str, other: str, flag: str) -> None:
     differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
     if differing:
         raise ConfigError(
-            f"{flag} {other} has another vocabulary than --hf-checkpoint: {differing[0]!r} is token "
-            f"{theirs.get(differing[0])} there and {ours.get(differing[0])} here; choose a model with the same"
+            f"{flag} {other} has another vocabulary than --hf-checkpoint: {differing[0]!r} has id "
+            f"{theirs.get(differing[0])} there and {ours.get(differing[0])} here: choose a model with the same"
         )
 
 

@@ -61,7 +61,7 @@ def _read(path: Path) -> dict[str, float]:
     try:
         return {str(key): float(value) for key, value in json.loads(path.read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} has no norms of --ci-save-grad-norm: {error}") from None
+        raise UserError(f"{path} holds no norms written by --ci-save-grad-norm: {error}") from None
 
 
 def _failed(rollout_id: int, what: str) -> UserError:

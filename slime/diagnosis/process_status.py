@@ -155,7 +155,7 @@ def _request(pid: int, timeout_s: float) -> str:
         while part := connection.recv(65536):
             reply += part
             if len(reply) > _MAX_REPLY or time.monotonic() > deadline:
-                raise OSError(f"the status of pid {pid} does not end")
+                raise OSError(f"the status of pid {pid} is too long or takes too long")
         return reply.decode()
 
 

@@ -81,7 +81,7 @@ def end_sessions(leaders: list[RayProcess], grace_s: float = _GRACE_S) -> None:
 
 
 def start_companion(module: str, argument: str) -> subprocess.Popen[bytes]:
-    """Start a module that outlives this process and reads its end, or messages, from a pipe."""
+    """Start a companion process, which outlives this one and reads messages, or its end, from a pipe."""
     paths = [str(_ROOT), read_env().python_path]
     return subprocess.Popen(
         [sys.executable, "-S", "-m", module, argument],
@@ -92,7 +92,7 @@ def start_companion(module: str, argument: str) -> subprocess.Popen[bytes]:
 
 
 def ignore_signals() -> None:
-    """Let a companion exit only when the driver does."""
+    """Ignore signals, so that a companion process ends only when the driver does."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 

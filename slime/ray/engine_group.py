@@ -146,7 +146,8 @@ class EngineGroup:
         """Return the indices of engines that died or hang."""
         timeout = self.args.rollout_health_check_timeout
         # SGLang's health check generates a token, which needs the memory it may have released.
-        route = "/model_info" if self._has_released() else health_route(paused)
+        released = any(self._released.get(info.url) for info in self.serving)
+        route = "/model_info" if released else health_route(paused)
         return failed_engines(self._handles, self.all, timeout=timeout, route=route)
 
     def restart(self, index: int, notify: Callable[[str], None] = lambda text: None) -> str:
@@ -279,9 +280,6 @@ class EngineGroup:
 
     def _last_lines(self, engines: list[int]) -> str:
         return "\n".join(self._handles[index].last_lines(15) for index in engines)
-
-    def _has_released(self) -> bool:
-        return any(self._released.get(info.url) for info in self.serving)
 
     def stop(self) -> None:
         for router in self._routers.values():

@@ -104,7 +104,7 @@ def _try_reward(args: Args) -> list[str]:
         return [f"reward     {flag} raised on the first row: {type(error).__name__}: {error}"]
     if args.reward_key is not None and not isinstance(sample.reward, dict):
         key = f"--reward-key {args.reward_key}"
-        raise ConfigError(f"{flag}: the reward is a number, and {key} is the key of a dictionary")
+        raise ConfigError(f"{flag}: the reward is a number, not a dictionary: remove {key}")
     try:
         value = sample.get_reward_value(args)
     except (KeyError, ValueError) as error:

@@ -123,7 +123,7 @@ class Watch:
         place = member.remote.place()
         where = f" ({place})" if place is not None else ""
         log = f" Its log: {self._logs / member.log}" if member.log else ""
-        return LostError(f"{member.label}{where} died: {_reason(error)}{log}")
+        return LostError(f"{member.label}{where} died: {cause_line(error)}{log}")
 
     def _raise_error_of(
         self, reference: Any, pending: list[Any], owners: dict[Any, Member[Any]]
@@ -265,7 +265,7 @@ def _death(reference: Any) -> Exception | None:
     return None
 
 
-def _reason(error: Exception) -> str:
+def cause_line(error: BaseException) -> str:
     """Return the line of Ray's long text that says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [

@@ -155,12 +155,13 @@ class WeightUpdater:
             try:
                 return push()
             except (RayTaskError, HttpError) as error:
-                if isinstance(error, WeightMismatchError) or attempt == _TRIES - 1:
+                last = attempt == _TRIES - 1 or not self.args.use_fault_tolerance
+                if isinstance(error, WeightMismatchError) or last:
                     _raise(error)
                 known = error.engines if isinstance(error, EngineCallError) else ()
                 replaced = self._replace_failed(paused=True, known=known)
                 unreached = isinstance(error, (HttpError, WeightSyncError)) and attempt == 0
-                if not replaced and not (unreached and self.args.use_fault_tolerance):
+                if not replaced and not unreached:
                     _raise(error)
         raise AssertionError("unreachable")
 

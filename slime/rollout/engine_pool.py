@@ -183,7 +183,7 @@ class EnginePool:
                 timeout = empty_since + self.deadline_s - time.monotonic()
                 if timeout <= 0:
                     raise EngineUnreachableError(
-                        f"there was no engine to generate with for {self.deadline_s:.0f} s"
+                        f"no engine was available for {self.deadline_s:.0f} s"
                     )
             await self._wait_for_change(timeout)
         self._in_flight[url] += 1

@@ -203,7 +203,7 @@ def _check_key(args: Args, reward: Reward, evaluation: bool) -> Reward:
     key = args.eval_reward_key if evaluation else args.reward_key
     if not isinstance(reward, dict):
         if key is not None and args.custom_rm_path is not None and not evaluation:
-            raise ValueError(f"the reward is a number, and {flag} {key} is the key of a dictionary")
+            raise ValueError(f"the reward is a number, not a dictionary: remove {flag} {key}")
         return reward
     if key not in reward:
         is_now = f", not {key}" if key else ""

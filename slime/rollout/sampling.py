@@ -177,8 +177,8 @@ def _append_reply(args: Args, sample: Sample, reply: dict[str, Any]) -> None:
     num_read = meta.get("prompt_tokens", len(sample.tokens))
     if sample.image_files and num_read != len(sample.tokens):
         raise UserError(
-            f"the engine read a prompt with images as {num_read} tokens; --hf-checkpoint makes "
-            f"{len(sample.tokens)} of it: its image processor has other settings"
+            f"the engine counts {num_read} tokens in a prompt with images, the processor of --hf-checkpoint "
+            f"{len(sample.tokens)}: start the engine with the same preprocessor_config.json"
         )
     sample.append_response_tokens(
         args,

@@ -98,7 +98,10 @@ def name_owner(args: Args) -> None:
 def read_earlier_start(run_dir: Path) -> EarlierStart:
     """Read the records of the last start; raise ConfigError for files that slime did not write."""
     try:
-        given, resolved = (_read_yaml(run_dir / name) for name in (CONFIG_FILE, RESOLVED_FILE))
+        given, resolved = (
+            read_run_yaml(path) if path.exists() else {}
+            for path in (run_dir / CONFIG_FILE, run_dir / RESOLVED_FILE)
+        )
         return EarlierStart(
             given=dict(given),
             values={name: entry["value"] for name, entry in resolved.items()},
@@ -217,10 +220,6 @@ def _read_owner(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    return read_run_yaml(path) if path.exists() else {}
 
 
 def _same(a: str | Path | None, b: str | Path | None) -> bool:

@@ -135,7 +135,7 @@ def _delta_nets(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def forward_flops(shape: ModelShape, lens: Iterable[int]) -> float:
-    """Count sequences of these lengths; attention counts the pairs under a causal mask."""
+    """Return the FLOPs of a forward pass over sequences of these lengths, with causal attention."""
     lens = list(lens)
     pairs = sum(n * (n + 1) / 2 for n in lens)
     full = shape.layers - shape.linear_layers
@@ -147,7 +147,7 @@ def forward_flops(shape: ModelShape, lens: Iterable[int]) -> float:
 
 
 def train_flops(shape: ModelShape, lens: Iterable[int]) -> float:
-    """Count one forward and backward pass; recomputation does not count."""
+    """Return the FLOPs of a forward and backward pass; recomputation does not count."""
     return 3.0 * forward_flops(shape, lens)
 
 

@@ -88,7 +88,7 @@ def _kept_modules(declared: dict[str, Any]) -> Callable[[str], bool]:
 
 
 def _as_wildcards(pattern: str) -> str:
-    """Return a pattern of names, "." and ".*" as wildcards: a regular expression of a stranger may take forever."""
+    """Return a pattern of names, "." and ".*" as wildcards: an untrusted regular expression may never end."""
     open_end = "" if pattern.endswith("$") else "*"
     body = pattern.removeprefix("^").removesuffix("$")
     text = body.replace(".*", "*").replace("\\.", "\0").replace(".", "?").replace("\0", ".")

@@ -178,7 +178,7 @@ def test_with_every_engine_dead_the_run_waits_then_saves_and_ends(tiny_data, tmp
     assert process.returncode == 1, output
     assert "could not be started again so far" in output
     assert "no engine is left, so generation waits" in output
-    assert "there was no engine to generate with for 15 s" in output
+    assert "no engine was available for 15 s" in output
     assert "Traceback" not in output
     assert trained(run_dir) == list(range(gates.HELD))
     tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"

@@ -196,8 +196,8 @@ def test_images_and_tokens_that_do_not_match(model: Path, server: EngineServer):
     assert "not contiguous" in refused(server, input_ids=apart, image_data=data)
     assert "its 2 images need 16" in refused(server, input_ids=ids, image_data=[data, data])
     assert "its 0 images" in refused(server, input_ids=ids)
-    assert "0 places for images and 1" in refused(server, text="a", image_data=data)
-    assert "2 places for images and 1" in refused(server, text=f"{PLACE}{PLACE}", image_data=data)
+    assert "0 image placeholders and 1" in refused(server, text="a", image_data=data)
+    assert "2 image placeholders and 1" in refused(server, text=f"{PLACE}{PLACE}", image_data=data)
     assert "3 entries for 2 prompts" in refused(server, text=["a", "b"], image_data=[data] * 3)
     large = [uri(make_image(64, 64, seed=n)) for n in range(5)]  # 64 tokens each, of 300
     assert "longer than the model's context" in refused(server, text=PLACE * 5, image_data=large)

@@ -149,7 +149,7 @@ def test_the_place_of_a_reward_that_hangs_is_the_users_line(hook):
         (
             "reward_now_and_then_a_dictionary",
             {"reward_key": "score"},
-            ["is a number, and --reward-key score is the key of a dictionary"] * 2,
+            ["is a number, not a dictionary: remove --reward-key score"] * 2,
         ),
     ],
 )

@@ -254,7 +254,7 @@ def test_a_row_that_is_cut_ends_before_an_image_that_does_not_fit(models):
             [said("user", f"a {PAD}"), {"role": "assistant", "content": "b"}],
             [],
             None,
-            "sample 3: a prompt with 1 places for images and 0 images",
+            "sample 3: the prompt has 1 image placeholders and 0 images",
         ),
         ([{"role": "user", "content": [{"type": "image"}]}], FILES[:1], "one", "must be rendered"),
         ("How many?", [], f"one {PAD}", "the response holds the placeholder of an image"),

@@ -164,7 +164,7 @@ def test_a_series_is_the_values_of_the_file(client, run_dir):
         ("series", {"run": "other"}, "no such run"),
         ("samples", {"run": "run", "reward_min": "x"}, "must be a number"),
         ("samples", {"run": "run", "start": "x"}, "whole number"),
-        ("sample", {"run": "run", "rollout_id": "1"}, "name a sample"),
+        ("sample", {"run": "run", "rollout_id": "1"}, "rollout_id and index"),
         ("sample", {"run": "run", "rollout_id": "1", "index": "999999999"}, "no such sample"),
         ("series", {"run": "run", "from": "1"}, "numbers"),
         ("configs", {"names": "{"}, "JSON"),

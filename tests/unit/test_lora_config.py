@@ -260,9 +260,14 @@ def test_gate_up_proj_of_a_dense_model_is_a_linear_module(tmp_path):
     flags = {**ADAPTED, "hf_checkpoint": str(tmp_path), "lora_target_modules": ["gate_up_proj"]}
     assert make_args(**flags).transformer_impl is None
     assert make_args(**flags | {"rollout_engine": "sglang", "lora_merge_for_rollout": False})
-    sparse = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4}
-    (tmp_path / "config.json").write_text(json.dumps(sparse))
-    assert make_args(**flags).transformer_impl == "local"
+    assert make_args(**flags, optimizer="muon").transformer_impl is None
+    for model_type, key in (("qwen3_moe", "num_experts"), ("ernie4_5_moe", "moe_num_experts")):
+        sparse = {"model_type": model_type, "num_hidden_layers": 2, key: 4}
+        (tmp_path / "config.json").write_text(json.dumps(sparse))
+        for target in ("gate_up_proj", "down_proj"):
+            served = {**LORA, "lora_merge_for_rollout": False, "rollout_engine": "sglang"}
+            served |= {"hf_checkpoint": str(tmp_path), "lora_target_modules": [target]}
+            assert "only embedded engines" in refusal(**served)
 
 
 def test_full_names_beside_a_vision_tower():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -81,37 +83,49 @@ def _naive(query, key, value, lens, scaling, window, sinks=None):
     return out.unsqueeze(0)
 
 
-def test_samples_that_cudnn_refuses_are_computed_by_the_varlen_kernel(monkeypatch, caplog):
-    """cuDNN has no kernel for tensors on a CPU. A loop over samples plays torch's varlen kernel."""
+@pytest.mark.parametrize("message", [None, "cuDNN Frontend error: No execution plans support it."])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_samples_that_cudnn_refuses_are_computed_by_the_varlen_kernel(
+    monkeypatch, caplog, message: str | None, recompute: bool
+):
+    """torch has no cuDNN kernel for a CPU. Padded SDPA calls play its varlen kernel."""
     torch.manual_seed(0)
-    lens, calls = [600, 64, 512], []
+    lens, calls = [600, 64, 512, 600], []
 
     def varlen(query, key, value, offsets, longest, scale, window):
         calls.append(offsets[0].diff().tolist())
         layout = packed_layout(calls[-1], query.device)
         return kernels._attend_padded(query, key, value, layout, scale, window, None)
 
+    def refuse(*args, **options):
+        raise RuntimeError(message)
+
     monkeypatch.setattr(kernels, "LONG_SAMPLE", 512)
+    monkeypatch.setattr(kernels, "_refused", set())
     monkeypatch.setattr(kernels, "_call_varlen_kernel", varlen)
     monkeypatch.setattr(kernels, "_has_varlen_kernel", lambda *_: True)
-    monkeypatch.setattr(
-        kernels, "_has_long_kernel", lambda _: torch.backends.cuda.cudnn_sdp_enabled()
-    )
+    monkeypatch.setattr(kernels, "_has_long_kernel", lambda _: True)
+    if message is not None:  # of cuDNN itself; all other calls keep torch's function
+        sdpa, pad = kernels.F.scaled_dot_product_attention, kernels.F.pad
+        played = SimpleNamespace(pad=pad, scaled_dot_product_attention=refuse)
+        monkeypatch.setattr(kernels, "F", played)
+        monkeypatch.setattr(
+            kernels, "_attend", lambda q, k, v, *_: sdpa(q, k, v, is_causal=True, enable_gqa=True)
+        )
     layout = packed_layout(lens, torch.device("cpu"))
     inputs = [torch.randn(sum(lens), heads, 8, requires_grad=True) for heads in (4, 2, 2)]
     expected = kernels._attend_padded(*inputs, layout, None, None, None)
     wanted = torch.autograd.grad(expected.square().sum(), inputs)
-    try:
-        for _ in range(2):
+    for _ in range(2):
+        if recompute:
+            found = checkpoint(kernels.attend_packed, *inputs, layout, use_reentrant=False)
+        else:
             found = kernels.attend_packed(*inputs, layout)
-            torch.testing.assert_close(found, expected)
-            grads = torch.autograd.grad(found.square().sum(), inputs)
-            torch.testing.assert_close(grads, wanted)
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(True)
-    assert calls == [[600], [64], [512], lens]
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found.square().sum(), inputs), wanted)
+    assert calls == (4 if recompute else 2) * [[600], [64], [512], [600]]
     (record,) = caplog.records
-    assert "samples of 600 tokens" in record.message
+    assert "samples of 1024 tokens with 4 heads of 8" in record.message
 
 
 @pytest.mark.parametrize(

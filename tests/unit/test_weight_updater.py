@@ -62,7 +62,7 @@ class PlayedEngines:
         self.infos, self.unsynced = list(ENGINES), []
         self.failures, self.told, self.admitted = list(failures), [], 0
         self.calls: list[str] = []
-        self.lost: list[Exception] = []  # when the KV cache is allocated
+        self.lost: list[Exception] = []  # raised by the next checks of the probe
 
     def replace_failed(self, *, paused: bool = False, known=(), before=lambda: None) -> list[int]:
         found = sorted({*(self.failures.pop(0) if self.failures else []), *known})
@@ -86,10 +86,10 @@ class PlayedEngines:
 
     def resume(self, tag: str) -> None:
         self.calls.append(tag)
-        if tag == "kv_cache" and self.lost:
-            raise self.lost.pop()
 
-    def check_probe(self, probe: Any) -> None: ...
+    def check_probe(self, probe: Any) -> None:
+        if self.lost:
+            raise self.lost.pop()
 
 
 class Recorder:
@@ -195,6 +195,14 @@ def test_an_update_that_failed_when_engines_had_memory_again_begins_with_its_rel
     engines.lost = [HttpError("http://engine0 does not answer")]
     make(trainer, engines, **SHARED).update()
     assert engines.calls == ["weights", "push", "sleep", "kv_cache", "release", "wake", *WHOLE]
+
+
+def test_without_fault_tolerance_the_first_error_ends_the_update():
+    engines = PlayedEngines()
+    engines.lost = [HttpError("http://engine0 does not answer")]
+    with pytest.raises(UserError, match="engine0 does not answer"):
+        make(PlayedTrainer(), engines, **SHARED, use_fault_tolerance=False).update()
+    assert engines.calls == ["weights", "push", "sleep", "kv_cache"]
 
 
 def test_a_trainer_that_never_sleeps_updates_a_restarted_engine_alone():

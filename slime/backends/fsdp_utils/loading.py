@@ -230,7 +230,7 @@ def load_hf_weights(model: ShardedModel, path: str) -> None:
         return
     if dist.get_rank() == 0:
         transformers_logging.disable_progress_bar()
-        towered = _has_tower(model.module.hf)
+        towered = hasattr(model.module.hf.base_model, "visual")
         hf = load_causal_lm(path, auto=AutoModelForImageTextToText if towered else None)
         source = {**dict(hf.named_parameters()), **persistent_buffers(hf)}
     described = [{name: (tensor.dtype, tensor.shape) for name, tensor in source.items()}]
@@ -335,10 +335,6 @@ def _decoder_layers(hf: PreTrainedModel) -> list[nn.Module]:
     return [
         module for name, module in named if type(module).__name__ in kinds and not in_tower(name)
     ]
-
-
-def _has_tower(hf: PreTrainedModel) -> bool:
-    return hasattr(hf.base_model, "visual")
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:

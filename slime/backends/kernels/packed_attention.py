@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,7 +32,11 @@ _MIN_LENGTH_RATIO = 0.8
 # From this length on, cuDNN computes a sample on Hopper GPUs. It compiles a graph for every new length, and
 # some of its releases are wrong for odd ones, so lengths are padded to multiples of _LONG_STEP.
 LONG_SAMPLE, _LONG_STEP = 4096, 512
-_NO_KERNEL = ("No available kernel", "No viable backend")  # torch's messages
+# What torch and cuDNN say of tensors for which they have no kernel
+_NO_KERNEL = re.compile(
+    "No (available kernel|viable backend|(valid )?execution plans|valid engine configs)"
+)
+_refused: set[tuple[object, ...]] = set()  # sizes and dtypes of samples
 
 
 @dataclass(frozen=True)
@@ -202,31 +207,35 @@ def _attend_long(
 ) -> torch.Tensor:
     """Attend within one sample by cuDNN, padded at its end, where causal attention needs no mask.
 
-    Where cuDNN has no kernel for such tensors, this and all later samples take the varlen kernel.
+    The varlen kernel takes sizes that cuDNN refused, in a recomputed forward pass as well.
     """
-    inputs = (query, key, value)
-    if padding:
-        inputs = tuple(F.pad(x, (0, 0, 0, 0, 0, padding)) for x in inputs)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in inputs)  # [1, heads, L, D]
-    try:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=True
-            )
-    except RuntimeError as error:
-        if not any(words in str(error) for words in _NO_KERNEL):
-            raise
-        if torch.backends.cuda.cudnn_sdp_enabled():  # not refused before in this micro-batch
-            torch.backends.cuda.enable_cudnn_sdp(False)
-            logger.warning(
-                "cuDNN %s has no attention for samples of %d tokens and heads of %d: torch's "
-                "kernel computes long samples, more slowly",
-                *(torch.backends.cudnn.version(), len(query), query.shape[-1]),
-            )
-        offsets = _offsets([len(query)], query.device)
-        longest = (len(query), len(query))
-        return _call_varlen_kernel(query, key, value, (offsets, offsets), longest, scale, None)
-    return out.squeeze(0).transpose(0, 1)[: len(query)]
+    tokens = len(query) + padding
+    size = (tokens, *query.shape[1:], key.shape[1], query.dtype)
+    if size not in _refused:
+        inputs = (query, key, value)
+        if padding:
+            inputs = tuple(F.pad(x, (0, 0, 0, 0, 0, padding)) for x in inputs)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in inputs)  # [1, heads, L, D]
+        try:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                out = F.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=scale, enable_gqa=True
+                )
+            return out.squeeze(0).transpose(0, 1)[: len(query)]
+        except RuntimeError as error:
+            if not _NO_KERNEL.search(str(error)):
+                raise
+            if not _refused:
+                logger.warning(
+                    "cuDNN %s has no attention for samples of %d tokens with %d heads of %d: torch's "
+                    "kernel computes them, more slowly",
+                    *(torch.backends.cudnn.version(), tokens, *query.shape[1:]),
+                )
+            _refused.add(size)
+    offsets = _offsets([len(query)], query.device)
+    return _call_varlen_kernel(
+        query, key, value, (offsets, offsets), (len(query), len(query)), scale, None
+    )
 
 
 def _attend_padded(

@@ -145,7 +145,7 @@ class LinearAdapters(nn.ModuleDict):
             return torch.cat([F.linear(F.dropout(x, self._dropout), a) for a in matrices], dim=-1)
 
     def _random_state(self) -> Any:
-        """Tensor ranks need equal masks for an equal input, and different ones for its shards."""
+        """Return the random state of dropout: equal masks on all tensor ranks, or one for each shard."""
         is_sharded = self._sequence_parallel or self._dim == 1
         return rng_tracker().fork() if is_sharded else nullcontext()
 

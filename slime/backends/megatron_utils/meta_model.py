@@ -93,7 +93,7 @@ def _count(
     return RankModel(
         rank=rank,
         parameters=sum(p.numel() for p in params),
-        expert_parameters=sum(p.numel() for p in params if _is_expert(p)),
+        expert_parameters=sum(p.numel() for p in params if not getattr(p, "allreduce", True)),
         trained_parameters=sum(p.numel() for p in params if p.requires_grad),
         weight_sizes=dict(Counter(t.nbytes for t in [*params, *buffers])),
         weight_storages=_storages([*params, *buffers]),
@@ -106,10 +106,6 @@ def _count(
         has_embedding=any(chunk.pre_process for chunk in chunks),
         has_head=any(chunk.post_process for chunk in chunks),
     )
-
-
-def _is_expert(param: torch.Tensor) -> bool:
-    return not getattr(param, "allreduce", True)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -29,6 +29,7 @@ from slime.config.env import child_env, read_env
 from slime.core.errors import UserError
 from slime.ray.cluster import join
 from slime.ray.placement_group import Node, alive_nodes
+from slime.ray.watch import cause_line
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -109,7 +110,7 @@ class Probes:
             try:
                 facts[calls[reference]] = ray.get(reference)
             except RayError as error:
-                errors[calls[reference]] = _root_cause_line(error)
+                errors[calls[reference]] = cause_line(error)
         alive = {node.address for node in facts}
         for node in set(self._probes) - set(facts):
             del self._probes[node]
@@ -134,7 +135,7 @@ class Probes:
         except RayTaskError:
             raise
         except RayError as error:
-            reason = _root_cause_line(error)
+            reason = cause_line(error)
             if isinstance(error, GetTimeoutError):
                 reason = f"did not answer `{method.__name__}` within {_CALL_TIMEOUT_S:.0f} s"
             del self._probes[node]
@@ -251,13 +252,6 @@ def _check_folder(probes: Probes, folder: str) -> Finding:
     with suppress(NodeLostError):
         probes.call(writer, NodeProbe.remove, path)
     return checks.check_folder(folder, writer.address, text, read)
-
-
-def _root_cause_line(error: BaseException) -> str:
-    """Return the line of Ray's long error text that says what happened."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    causes = [line for line in lines if "node" in line.lower() or "died" in line.lower()]
-    return (causes or lines or [type(error).__name__])[0][:200]
 
 
 def _completed(calls: dict[Any, Node]) -> list[Any]:

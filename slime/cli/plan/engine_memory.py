@@ -139,7 +139,7 @@ class Engine:
         return (self.capacity - overheads) * self.fraction - self.weights() - self.slots()
 
     def states(self) -> States | None:
-        """Return the states that the embedded engine allocates; SGLang's are about the same."""
+        """Return the recurrent states that the embedded engine allocates; SGLang's are about as large."""
         shape = self.shape
         if not shape.linear_layers:
             return None

@@ -68,7 +68,7 @@ class Host:
         ]
 
     def _frozen(self, ranks: list[RankModel]) -> list[Item]:
-        """Return a copy of each frozen model, and of the actor while a frozen model is on the GPU."""
+        """Return the memory of each frozen model's copy, and of the actor's while one is on the GPU."""
         names = frozen_models(self.args)
         if self.args.train_backend != "megatron" or not names:
             return []

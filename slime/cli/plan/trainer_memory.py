@@ -91,7 +91,7 @@ class Trainer:
         return [item for item in [*items, *self._gathered(training=False)] if item.nbytes]
 
     def update(self) -> list[Item]:
-        """Return the buckets: one being gathered, one being sent (two with tensor transport).
+        """Return the memory of buckets: one being gathered, one being sent (two with tensor transport).
 
         An adapter that is sent alone is gathered as a whole, into a buffer that engines read.
         """

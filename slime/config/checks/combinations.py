@@ -350,7 +350,8 @@ def check_modes(draft: Draft) -> None:
             "--num-rollout must be at least 1: 0 evaluates only, with --debug-rollout-only and "
             "--eval-interval (slime eval)"
         )
-    if draft["eval_interval"] and not draft["eval_datasets"] and not _custom_eval(draft):
+    custom = draft["eval_function_path"] != own_flags()["rollout_function_path"].default
+    if draft["eval_interval"] and not draft["eval_datasets"] and not custom:
         raise ConfigError("--eval-interval needs data: give --eval-prompt-data NAME PATH")
     every, updates = draft["eval_interval"], draft["update_weights_interval"]
     stale = every and every < (draft["num_rollout"] or math.inf) and every % updates
@@ -365,7 +366,3 @@ def check_modes(draft: Draft) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"--eval-prompt-data: two datasets are named {name}: rename one")
-
-
-def _custom_eval(draft: Draft) -> bool:
-    return draft["eval_function_path"] != own_flags()["rollout_function_path"].default

@@ -96,7 +96,7 @@ def read_hf_config(draft: Draft) -> dict[str, Any]:
 
 def num_experts(config: dict[str, Any]) -> int | None:
     """Return how many experts a layer of the model in config.json has; None without experts."""
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     return next((config[name] for name in names if config.get(name)), None)
 
 

@@ -17,7 +17,7 @@ from slime.core.errors import ConfigError
 
 
 def _by_flag(reasons: dict[str, str]) -> dict[str, str]:
-    """Return flag -> reason of a table reason -> flags."""
+    """Return the reason for each flag, of a table of the flags for each reason."""
     return {flag: why for why, flags in reasons.items() for flag in flags.split()}
 
 

@@ -71,7 +71,7 @@ class Draft:
         return self["actor_num_nodes"] * self["actor_num_gpus_per_node"]
 
     def view(self) -> Draft:
-        """Return a copy in which other values can be checked; its warnings are its own."""
+        """Return a copy with no warnings, in which other values can be checked."""
         copied = copy.copy(self)
         copied.values, copied.origins = dict(self.values), dict(self.origins)
         copied.warnings = []

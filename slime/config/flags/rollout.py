@@ -272,8 +272,9 @@ class Reward:
     )
     rm_grading: Grading = flag(
         "lenient",
-        "grading of --rm-type math, deepscaler, dapo and gpqa: `strict` as published, to compare "
-        "reward curves with other frameworks; `strict_box` also has dapo read the last \\boxed{}",
+        f"grading of --rm-type {', '.join(n for n, kind in REWARD_TYPES.items() if kind.strict)}: "
+        "`strict` as published, to compare reward curves with other frameworks; `strict_box` also has "
+        "dapo read the last \\boxed{}",
     )
     reward_key: str | None = flag(
         None, "key of the reward, if the reward function returns a dictionary"

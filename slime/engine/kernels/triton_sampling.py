@@ -48,7 +48,7 @@ def block_sums_kernel(
 
 @triton.jit
 def splitmix64(x):
-    """splitmix64's finalizer."""
+    """Return the bits of x mixed by splitmix64's finalizer."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)

@@ -198,7 +198,7 @@ def _processes() -> dict:
 
 
 def _reap(main: int) -> None:
-    """Collect processes whose parents have ended; the command's own is left to its Popen."""
+    """Reap processes whose parents have ended; the command itself is reaped by its Popen."""
     with contextlib.suppress(ChildProcessError):
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if ended.si_pid == main:

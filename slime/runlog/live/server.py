@@ -183,7 +183,7 @@ def sample(runs: Runs, query: Query) -> Any:
     try:
         place = int(query["rollout_id"]), int(query["index"])
     except (KeyError, ValueError):
-        raise QueryError("rollout_id and index name a sample") from None
+        raise QueryError("give rollout_id and index of a sample") from None
     found = sample_detail(view, query.get("dataset", "train"), *place)
     if found is None:
         raise QueryError("there is no such sample; the run may have resumed before it")
