@@ -7,14 +7,14 @@ SHORTEST, LONGEST = 16, 256
 
 
 def score(completion: str, label: str) -> float:
-    """Half for digits in the first 16 characters, half for digits of the label in place."""
+    """Return half a point for digits in the first 16 characters, half for digits of the label in place."""
     digits = sum(c in "0123456789" for c in completion[:WINDOW]) / WINDOW
     right = sum(a == b for a, b in zip(completion, label, strict=False)) / len(label)
     return 0.5 * digits + 0.5 * right
 
 
 def response_length(lengths: str, index: int) -> int:
-    """Tokens of the run's sample number `index`: "64" for all of them, "16-256", or "mixed", the same."""
+    """Return the length of the run's sample number `index`: "64" for all of them, "16-256", or "mixed", the same."""
     low, high = _bounds(lengths)
     return low if low == high else random.Random(index).randint(low, high)
 

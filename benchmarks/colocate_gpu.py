@@ -118,7 +118,7 @@ def card_memory() -> dict[str, float]:
 
 
 def host_memory(pid: int) -> dict[str, float]:
-    """Memory that belongs to one process alone, of the run's own processes."""
+    """Return the memory that belongs to one process alone, of the run's own processes."""
     found: dict[str, float] = {}
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]

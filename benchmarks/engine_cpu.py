@@ -106,7 +106,7 @@ def run(args: argparse.Namespace, checkpoint: Path, folder: Path) -> None:
 
 
 def measure(load: str, sides: list, args: argparse.Namespace) -> float:
-    """Median ratio engine : Hugging Face over rounds in which they take turns."""
+    """Return the median ratio engine : Hugging Face over rounds in which they take turns."""
     rows = make_load(load)
     tokens = sum(int(str(row["max_new_tokens"])) for row in rows)
     rates: dict[str, list[float]] = {side.name: [] for side in sides}
@@ -164,7 +164,7 @@ class EngineSide:
         self._url = f"http://127.0.0.1:{json.loads(port_file.read_text())['port']}"
 
     def forget(self) -> None:
-        """Later passes must not find the prompts of earlier ones in the prefix cache."""
+        """Empty the prefix cache, so that later passes do not find the prompts of earlier ones."""
         post_json(f"{self._url}/flush_cache", {}, token=TOKEN)
 
     def generate(self, rows: list[Row]) -> None:
@@ -214,7 +214,7 @@ class HuggingFaceSide:
         )
 
     def forget(self) -> None:
-        """It remembers nothing between calls."""
+        """Do nothing: it remembers nothing between calls."""
 
     def generate(self, rows: list[Row]) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -247,7 +247,7 @@ def serve_hugging_face(checkpoint: str, threads: int) -> None:
 
 
 def generate_padded(model, rows: list[Row], config) -> None:
-    """All rows until the longest is done; each ends at its own length, as a user would have it."""
+    """Generate all rows until the longest is done; each ends at its own length, as a user would have it."""
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -304,7 +304,7 @@ def cpu_name() -> str:
 
 
 def cpu_seconds() -> float:
-    """Busy seconds of all cores."""
+    """Return the busy seconds of all cores."""
     times = psutil.cpu_times()
     return times.user + times.nice + times.system + times.irq + times.softirq + times.steal
 

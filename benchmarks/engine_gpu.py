@@ -4,7 +4,7 @@
         [--sglang-path SITE_PACKAGES] [--vllm-path SITE_PACKAGES[:SITE_PACKAGES]]
     python benchmarks/engine_gpu.py --tiny [--shape tiny-vl --load images]      on a CPU, few short requests
 
-Ours and SGLang are asked over HTTP; SGLang runs with fa3, its default on Hopper. vLLM runs in its own process
+slime's engine and SGLang are called over HTTP; SGLang runs with fa3, its default on Hopper. vLLM runs in its own process
 without a server (its LLM class) and with prefix caching off: prompts are unrelated.
 
 mixed   256 requests at once, prompts and outputs uniform in 100..1024
@@ -230,13 +230,13 @@ def measure(
 
 
 def shortened(row: Row) -> Row:
-    """A request that compiles and tunes what the whole one needs."""
+    """Return a request that compiles and tunes what the whole one needs."""
     short = {**row, "max_new_tokens": min(row["max_new_tokens"], 64)}
     return short if "image_data" in row else {**short, "prompt_ids": row["prompt_ids"][:2048]}
 
 
 def measure_prefix(server: Server) -> None:
-    """A cold run of 32 prompts x 8 samples against computing each prompt once, then all samples."""
+    """Compare a cold run of 32 prompts x 8 samples with computing each prompt once, then all samples."""
     rng = random.Random(1)
     groups = [[rng.randrange(150000) for _ in range(1000)] for _ in range(32)]
     once: list[Row] = [{"prompt_ids": prompt, "max_new_tokens": 1} for prompt in groups]

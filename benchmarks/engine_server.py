@@ -121,11 +121,11 @@ class Server:
             psutil.wait_procs(children, STOP_S)
 
     def forget(self) -> None:
-        """Later passes must not find the prompts of earlier ones in the prefix cache."""
+        """Empty the prefix cache, so that later passes do not find the prompts of earlier ones."""
         post_json(f"{self.url}/flush_cache", {}, token=TOKEN)
 
     def generate(self, rows: list[Row]) -> list[float]:
-        """Seconds until each reply."""
+        """Return the seconds until each reply."""
         return asyncio.run(self._generate(rows))
 
     def timed(self, rows: list[Row]) -> float:

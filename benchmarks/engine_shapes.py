@@ -306,7 +306,7 @@ def _write_processors(folder: Path) -> None:
 
 
 def make_rows(load: str, tiny: bool, checkpoint: Path, seed: int = 0) -> list[Row]:
-    """The requests of one pass; those with images show others in every pass, as engines keep their features."""
+    """Return the requests of one pass; those with images show others in every pass, as engines keep their features."""
     if load == "images":
         return make_image_load(checkpoint, *((2, 2, 64, 4) if tiny else IMAGES), seed=seed)
     if load == "long":
@@ -336,7 +336,7 @@ def make_long_load(count: int, prompt: int, output: int) -> list[Row]:
 def make_image_load(
     checkpoint: Path, groups: int, samples: int, pixels: int, output: int, *, seed: int
 ) -> list[Row]:
-    """Prompts of one image and 64 tokens of text, each asked for several samples."""
+    """Return prompts of one image and 64 tokens of text, each asked for several samples."""
     from slime.data.images import data_uri, load_image_processor
     from tests.tiny_vision import make_image
 
@@ -362,7 +362,7 @@ def _lengths(rows: list[Row]) -> list[tuple[int, int]]:
 
 
 def limit_seconds(config: dict, rows: list[Row]) -> float:
-    """Every step reads the cache of its requests and all weights once; prompts at full rate.
+    """Return the time if every step reads the cache of its requests and all weights once, prompts at full rate.
 
     States of gated delta nets are read and written in fp32.
     """

@@ -160,7 +160,7 @@ def plan_of(args: Any) -> Any:
 
 
 def lora_flops(result: dict[str, float], model: str) -> float:
-    """Without the gradients of frozen matrices, one third of what their matmuls cost."""
+    """Return FLOPs without the gradients of frozen matrices, one third of what their matmuls cost."""
     from slime.runlog.perf_metrics import ModelShape, forward_flops
 
     shape = ModelShape.from_hf_config(json.loads((Path(model) / "config.json").read_text()))
@@ -196,7 +196,7 @@ def train(tokens: int, options: argparse.Namespace, folder: Path) -> None:
 
 
 def decode(options: argparse.Namespace, folder: Path) -> None:
-    """Rates of the base and of an adapter take turns in one engine."""
+    """Measure the base and an adapter in turns in one engine."""
     model = folder / "model"
     config = engine_shapes.write_checkpoint(model, "tiny" if options.tiny else "4b")
     adapter = write_adapter(folder / "adapter", config)
@@ -266,7 +266,7 @@ def small_load() -> list[engine_shapes.Row]:
 
 
 def write_adapter(folder: Path, config: dict[str, Any]) -> Path:
-    """A PEFT folder with random matrices for every linear module of a dense Qwen3."""
+    """Write a PEFT folder with random matrices for every linear module of a dense Qwen3."""
     from slime.config.lora import LORA_A, LORA_B, LoraConfig
     from slime.weights.peft_folder import write_peft_folder
 
@@ -289,7 +289,7 @@ def write_adapter(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def update(options: argparse.Namespace, folder: Path) -> None:
-    """On a CPU as many tensors as 4B's adapter has, but small ones."""
+    """Measure updates of an adapter; on a CPU of as many tensors as 4B's has, but small ones."""
     shape = "tiny-deep" if options.tiny else "4B"
     model, step = str(train_shapes.write_config(folder, shape)), step_options(2048, 1024)
     args = train_gpu.make_arguments(step, "fsdp", model, **LORA, **STAYS, bf16=CUDA)
@@ -310,7 +310,7 @@ def update(options: argparse.Namespace, folder: Path) -> None:
 
 
 def serve(model: str, *words: str) -> Any:
-    """The embedded engine with random weights and a small KV cache on the trainer's GPU."""
+    """Start the embedded engine with random weights and a small KV cache on the trainer's GPU."""
     return weight_sync_gpu.serve(Path(model), "--load-format", "dummy", *words)
 
 

@@ -103,7 +103,7 @@ def training_phase(backend: str, model: str, machine: Machine) -> Phase:
 
 
 def allocated(phase: Phase) -> int:
-    """Without what torch's allocator does not count."""
+    """Return the planned bytes without what torch's allocator does not count."""
     return sum(item.nbytes for item in phase.items if not item.name.endswith(OF_THE_TRAINER))
 
 

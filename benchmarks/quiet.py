@@ -52,7 +52,7 @@ def wait_quiet(window: float, limit: float, share: float) -> None:
 
 
 def _cpu_seconds(tag: bytes) -> dict[int, float]:
-    """CPU seconds by process id, of processes without the tag and other than this one."""
+    """Return the CPU seconds by process id, of processes without the tag and other than this one."""
     seconds = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():

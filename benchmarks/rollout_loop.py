@@ -73,7 +73,7 @@ def overhead(options: argparse.Namespace) -> None:
 
 
 def _loop(url: str, options: argparse.Namespace) -> float:
-    """Processor seconds of one rollout of all samples."""
+    """Return the CPU seconds of one rollout of all samples."""
     from slime.rollout.base_types import RolloutFnTrainOutput
     from slime.rollout.context import RolloutContext
     from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -100,7 +100,7 @@ def _loop(url: str, options: argparse.Namespace) -> float:
 
 
 def _bare(url: str, options: argparse.Namespace) -> float:
-    """The same requests, as many at a time, replies parsed and thrown away."""
+    """Send the same requests, as many at a time; parse the replies and drop them."""
     from slime.utils.http import post_once, run
 
     payload = {
@@ -156,7 +156,7 @@ class Clockwork:
         return {"text": "x", "output_ids": [50, 257], "meta_info": meta}
 
     async def abort_all(self) -> None:
-        """Answers come to their end by themselves."""
+        """Do nothing: the engine finishes every response."""
 
     def train(self, seconds: float, rollout_id: int) -> None:
         start = time.monotonic()
@@ -205,7 +205,7 @@ def _run_loop(
 
 
 def _one_after_the_other(generate: Any, engine: Clockwork, options: argparse.Namespace) -> float:
-    """train.py: what never stops goes on during training all the same."""
+    """Run train.py's loop; a fully asynchronous rollout function keeps generating during training."""
     stale = []
     for rollout_id in range(options.rollouts):
         stale.append(generate(rollout_id).metrics.get("rollout/staleness_mean", 0.0))
@@ -214,7 +214,7 @@ def _one_after_the_other(generate: Any, engine: Clockwork, options: argparse.Nam
 
 
 def _overlapped(generate: Any, engine: Clockwork, options: argparse.Namespace) -> float:
-    """train_async.py: the next rollout is generated during training, and ends before the update."""
+    """Run train_async.py's loop: the next rollout is generated during training and ends before the update."""
     stale = []
     with ThreadPoolExecutor(1) as pool:
         begun = pool.submit(generate, 0)

@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def measure_rollout(url: str, options: argparse.Namespace) -> float:
-    """Processor seconds of one rollout whose samples are all in flight together."""
+    """Return the CPU seconds of one rollout whose samples are all in flight together."""
     from slime.rollout.base_types import RolloutFnTrainOutput
     from slime.rollout.context import RolloutContext
     from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -94,7 +94,7 @@ def measure_rollout(url: str, options: argparse.Namespace) -> float:
 
 
 def measure_bare(url: str, options: argparse.Namespace) -> float:
-    """The same requests by the HTTP client alone, replies parsed and thrown away."""
+    """Send the same requests by the HTTP client alone; parse the replies and drop them."""
     from slime.utils.http import post_once, run
 
     payload = {

@@ -25,7 +25,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 async def generate_past_ends(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """As `generate`, by leaving ends of text unheeded: forbidding them takes the engine's slow draw."""
+    """Generate with ignore_eos: forbidding the end of text would take the engine's slow sampling."""
     assert sample.index is not None
     wanted = response_length(os.environ[LENGTHS], sample.index)
     return await generate_one(

@@ -87,7 +87,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def run_slime(options: argparse.Namespace, model: Path, work: Path) -> float:
-    """Seconds of the median step; prints where they go."""
+    """Return the seconds of the median step; print where they go."""
     run_dir = work / "run"
     command = [sys.executable, ROOT / "train.py", "--train-backend", "fsdp", "--colocate"]
     command += ["--rollout-engine", "slime", "--actor-num-gpus-per-node", "1"]
@@ -126,7 +126,7 @@ def run_slime(options: argparse.Namespace, model: Path, work: Path) -> float:
 def run_trl(
     options: argparse.Namespace, model: Path, work: Path, *, vllm: bool = False
 ) -> float | None:
-    """The same of TRL, with the first micro-batch that fits; None if none does."""
+    """Return the same of TRL, with the first micro-batch that fits; None if none does."""
     packages = [options.trl_path, *([options.vllm_path] if vllm else [])]
     path = [*packages, os.environ.get("PYTHONPATH", "")]
     name = "TRL with vLLM" if vllm else "TRL"

@@ -152,7 +152,7 @@ def run_case(case: str, folder: Path, data: Any, options: argparse.Namespace) ->
 def report(
     case: str, run_dir: Path, rollouts: int, killed_at: int, times: tuple[float, float]
 ) -> bool:
-    """By rollout, the last record of each: those after the newest checkpoint were made again."""
+    """Return the last record of each rollout: those after the newest checkpoint were made again."""
     trained = {r["rollout_id"]: r for r in records(run_dir, "train")}
     rewards = {r["rollout_id"]: r for r in records(run_dir, "rollout")}
     every = list(trained) == list(range(rollouts)) or sorted(trained) == list(range(rollouts))

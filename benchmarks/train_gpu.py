@@ -213,7 +213,7 @@ def wait_for_turn(model: Path, backend: str) -> None:
 
 
 def fast_folder() -> str | None:
-    """Models of gigabytes are written to memory where there is enough."""
+    """Return a folder in memory, if there is enough for models of gigabytes."""
     memory = Path("/dev/shm")
     if not memory.is_dir():
         return None
@@ -341,7 +341,7 @@ def start(args: Any, backend: str) -> Any:
 
 
 def make_batch(args: Any, options: argparse.Namespace) -> Any:
-    """A function, as training fills columns of the batch in."""
+    """Return a function that makes the batch anew, since training adds columns to it."""
     from slime.core.types import RolloutBatch
     from slime.rollout.train_data import split_batch
 

@@ -58,7 +58,7 @@ VOCAB = 151936
 
 
 def write_model(folder: Path, shape: str) -> Path:
-    """Config and random bf16 weights."""
+    """Write config.json and random bf16 weights."""
     from transformers import AutoModelForCausalLM
 
     config = make_config(shape)

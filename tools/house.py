@@ -106,7 +106,7 @@ class House:
         return sum(module.lines for module in self.modules.values())
 
     def packages(self) -> dict[str, tuple[int, int]]:
-        """Package of the first level -> its files and lines."""
+        """Return the files and lines of each package of the first level."""
         files: Counter[str] = Counter()
         lines: Counter[str] = Counter()
         for module in self.modules.values():
@@ -117,7 +117,7 @@ class House:
         return {package: (files[package], lines[package]) for package in sorted(files)}
 
     def folders(self) -> Counter[str]:
-        """Folder -> how many Python files are directly in it."""
+        """Return how many Python files are directly in each folder."""
         return Counter(str(Path(module.path).parent) for module in self.modules.values())
 
     def largest_file(self) -> tuple[int, str]:
@@ -133,7 +133,7 @@ class House:
     # ---- types
 
     def type_checked(self) -> float:
-        """Share of the lines of slime/, tools/, benchmarks/ and the loops that pyright checks."""
+        """Return the share of the lines of slime/, tools/, benchmarks/ and the loops that pyright checks."""
         settings = (self.root / "pyproject.toml").read_text().split("[tool.pyright]")[1]
         include = ast.literal_eval(_setting(settings, "include"))
         ignore = ast.literal_eval(_setting(settings, "ignore")) if "\nignore =" in settings else []
@@ -153,7 +153,7 @@ class House:
     def main_path(
         self, entries: list[str] | None = None, elsewhere: list[str] = ELSEWHERE
     ) -> list[str]:
-        """The files that hold any definition reached from these functions and methods."""
+        """Return the files that hold any definition reached from these functions and methods."""
         path = MainPath(self.package, elsewhere)
         for entry in entries or [entry for leg in ENTRIES.values() for entry in leg]:
             path.enter(entry)
@@ -271,13 +271,13 @@ class MainPath:
 
 
 def _functions(module: Module) -> list[tuple[int, str]]:
-    """(lines, name) of every function."""
+    """Return (lines, name) of every function."""
     nodes = [node for node in ast.walk(module.tree) if isinstance(node, Function)]
     return [((node.end_lineno or 0) - node.lineno + 1, node.name) for node in nodes]
 
 
 def _setting(toml: str, name: str) -> str:
-    """The list after `name =`; tomllib is not in Python 3.10."""
+    """Return the list after `name =`; tomllib is not in Python 3.10."""
     start = toml.index("[", toml.index(f"\n{name} ="))
     return toml[start : toml.index("]", start) + 1]
 

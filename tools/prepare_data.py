@@ -101,7 +101,7 @@ def prepare(name: str, source: str, target: str, instruction: str | None = None)
 
 
 def gsm8k(row: Row, where: str, instruction: str | None) -> Problem:
-    """`question`, and `answer` with the number behind `####`; or rows shaped like DAPO's."""
+    """Read `question`, and `answer` with the number behind `####`; or rows shaped like DAPO's."""
     if "reward_model" in row:
         return dapo(row, where, instruction)
     question, answer = _take(row, where, "question"), str(_take(row, where, "answer"))
@@ -114,7 +114,7 @@ def gsm8k(row: Row, where: str, instruction: str | None) -> Problem:
 
 
 def aime(row: Row, where: str, instruction: str | None) -> Problem:
-    """`problem` and `answer` in the spellings of its publishers, or rows shaped like DAPO's."""
+    """Read `problem` and `answer` in the spellings of its publishers, or rows shaped like DAPO's."""
     if "reward_model" in row or isinstance(row.get("prompt"), list):
         return dapo(row, where, instruction)
     question = _take(row, where, "problem", "Problem", "question")
@@ -126,7 +126,7 @@ def aime(row: Row, where: str, instruction: str | None) -> Problem:
 
 
 def dapo(row: Row, where: str, instruction: str | None) -> Problem:
-    """`prompt` as messages, and the answer in `reward_model.ground_truth`, `label` or `solution`."""
+    """Read `prompt` as messages, and the answer in `reward_model.ground_truth`, `label` or `solution`."""
     # Where both are there, the former has the instruction still.
     prompt = row.get("source_prompt") or _take(row, where, "prompt")
     asked = isinstance(prompt, list)

@@ -45,7 +45,7 @@ def _source(folder: Path, package: str, version: str) -> Source:
 
 
 def _write(table: str, package: str, rows: list[dict[str, Any]]) -> None:
-    """One row a line, without what says nothing, so that a diff shows what a version changed."""
+    """Write one row per line, without empty values, so that a diff shows what a version changed."""
     kept = [
         {k: v for k, v in row.items() if v or (k == "default" and v is not None)} for row in rows
     ]

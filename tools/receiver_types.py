@@ -50,7 +50,7 @@ class Module:
 
     @cached_property
     def imports(self) -> dict[str, str]:
-        """Local name -> dotted name, without what only the type checker imports."""
+        """Return the dotted name of each local name, without what only the type checker imports."""
         return _imports(walk(self.tree))
 
     @cached_property
@@ -96,7 +96,7 @@ class Package:
             self.modules[dotted] = Module(file, str(path), dotted)
 
     def find(self, dotted: str) -> tuple[Module, str] | None:
-        """The module that defines this name, through any re-exports; the name is '' for a module."""
+        """Return the module that defines this name, through any re-exports; the name is '' for a module."""
         for _ in range(8):
             if dotted in self.modules:
                 return self.modules[dotted], ""
@@ -115,7 +115,7 @@ class Package:
         return self.modules[key[0]].definitions[key[1]]
 
     def attributes(self, definition: Definition) -> Iterator[tuple[str, str, Types]]:
-        """(receiver's first name, attribute, type of the receiver) of every attribute it mentions."""
+        """Yield (receiver's first name, attribute, type of the receiver) of every attribute it mentions."""
         scope = Scope(self, definition)
         for node in definition.walk():
             if isinstance(node, ast.Attribute):
@@ -124,7 +124,7 @@ class Package:
     # ---- classes
 
     def ancestors(self, key: Key) -> set[Key]:
-        """The class and its bases in the package."""
+        """Return the class and its bases in the package."""
         if key not in self._ancestors:
             found, node = {key}, self._class_node(key)
             for base in node.bases if node else ():
@@ -134,7 +134,7 @@ class Package:
         return self._ancestors[key]
 
     def related(self, one: Key, other: Key) -> bool:
-        """Whether an object can be of both classes: some class has both among its ancestors."""
+        """Return whether an object can be of both classes: some class has both among its ancestors."""
         return any({one, other} <= self.ancestors(key) for key in self._classes)
 
     @cached_property
@@ -147,7 +147,7 @@ class Package:
         ]
 
     def constructor_types(self, key: Key, constructors: set[str]) -> set[Key]:
-        """Classes in the types of a class's fields and of its constructors' parameters."""
+        """Return the classes in the types of a class's fields and of its constructors' parameters."""
         definition, found = self.definition(key), set()
         if self._class_node(key) is None:
             return found
@@ -162,7 +162,7 @@ class Package:
         return found
 
     def member(self, key: Key, name: str) -> Types:
-        """The type of a field or property; for a method, of what it returns."""
+        """Return the type of a field or property; for a method, of what it returns."""
         if (key, name) not in self._members:
             self._members[key, name] = NOTHING  # where a field's value depends on itself
             self._members[key, name] = self._member(key, name)
@@ -186,7 +186,7 @@ class Package:
     # ---- annotations
 
     def annotation(self, module: Module, node: ast.AST | None, *, protocols: bool = False) -> Types:
-        """The classes that an annotation names; with `protocols` those of a protocol are known too."""
+        """Return the classes that an annotation names; with `protocols` those of a protocol are known too."""
         if node is None:
             return None
         if isinstance(node, ast.Constant):
@@ -233,7 +233,7 @@ class Scope:
 
     @cached_property
     def _bindings(self) -> dict[str, list[tuple[ast.AST | None, bool]]]:
-        """Name, or `self.name` -> what it is bound to, and whether that is an annotation."""
+        """Return what each name or `self.name` is bound to, and whether that is an annotation."""
         found = defaultdict(list)
         for node in (each for top in self._definition.nodes for each in ast.walk(top)):
             for target, value, annotated in _bound(node):
@@ -243,7 +243,7 @@ class Scope:
         return dict(found)
 
     def assigned(self, name: str) -> list[Types]:
-        """The types of everything that is bound to this name."""
+        """Return the types of everything that is bound to this name."""
         given = self._bindings.get(name, [])
         declared = [each for each in given if each[1]] or given
         return [
@@ -293,7 +293,7 @@ class Scope:
         return NOTHING if hasattr(builtins, name) and name != "getattr" else None
 
     def _type_of_definition(self, module: Module, name: str) -> Types:
-        """Of a class itself, of what a function returns, of a constant's value."""
+        """Return the type of a class itself, of what a function returns, or of a constant's value."""
         node = module.definitions[name].nodes[:1]
         if (module.name, name) in self._package._classes:
             return frozenset({(module.name, name)})
@@ -321,7 +321,7 @@ class Scope:
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node that runs if nothing fails: no annotations, nothing under `if TYPE_CHECKING`, no `raise`
+    """Yield every node that runs if nothing fails: no annotations, nothing under `if TYPE_CHECKING`, no `raise`
     and no handlers of exceptions."""
     if isinstance(node, ast.ExceptHandler | ast.Raise):
         return
@@ -335,7 +335,7 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _bound(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST | None, bool]]:
-    """(target, value or annotation, whether it is an annotation) of whatever a node binds."""
+    """Yield (target, value or annotation, whether it is an annotation) of what a node binds."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             pair = [getattr(each, "elts", [node]) for each in (target, node.value)]
@@ -379,7 +379,7 @@ def _imports(nodes: Iterable[ast.AST]) -> dict[str, str]:
 
 
 def _root(node: ast.expr) -> str:
-    """The first name of `a.b(c)[d].e`, or ''."""
+    """Return the first name of `a.b(c)[d].e`, or ''."""
     while not isinstance(node, ast.Name):
         if isinstance(node, ast.Attribute | ast.Subscript | ast.Starred | ast.Await):
             node = node.value
@@ -391,7 +391,7 @@ def _root(node: ast.expr) -> str:
 
 
 def _union(types: Iterable[Types]) -> Types:
-    """Unknown if one of them is."""
+    """Return the union, which is unknown if one of them is."""
     found: set[Key] = set()
     for each in types:
         if each is None:

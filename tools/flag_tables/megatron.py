@@ -20,7 +20,7 @@ ENUMS = "megatron/core/transformer/enums.py"
 
 
 def read_megatron(source: Source) -> list[dict[str, Any]]:
-    """One row per field that a command line can set; a field of several classes sets them all."""
+    """Return one row per field that a command line can set; a field of several classes sets them all."""
     enums = _enums(source.module(ENUMS))
     rows: dict[str, dict[str, Any]] = {}
     for owner, path in CLASSES.items():
@@ -58,7 +58,7 @@ def _row(
 
 
 def _options(name: str, shape: Shape, default: Any, spelling: str | None) -> dict[str, Any]:
-    """Megatron spells some fields otherwise; one that is on by default is spelled by its off switch."""
+    """Return a field's options: Megatron spells some otherwise, and one that is on by default by its off switch."""
     plain = "--" + name.replace("_", "-")
     off = [f"--no-{plain[2:]}"] if shape.kind == "bool" else []
     if spelling is None:

@@ -39,7 +39,7 @@ def _row(call: ast.Call, defaults: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spelling(node: ast.expr) -> str:
-    """f"--{prefix}policy" and "--host" alike get the prefix."""
+    """Return an option with the prefix, which f"--{prefix}policy" has and "--host" gets."""
     option = str(evaluate(node, {"prefix": ""})).removeprefix("--")
     return f"--router-{option}"
 

@@ -23,7 +23,7 @@ PREFIX = "sglang-"
 
 
 def read_sglang(source: Source) -> list[dict[str, Any]]:
-    """Every option of `python -m sglang.launch_server`, in the order of the source."""
+    """Return every option of `python -m sglang.launch_server`, in the order of the source."""
     module = source.module(SERVER_ARGS)
     groups = source.modules_under("sglang/srt/arg_groups/")
     names = {k: v for m in (module, *groups) for k, v in constants(m).items()}
@@ -44,7 +44,7 @@ def read_sglang(source: Source) -> list[dict[str, Any]]:
 def merge_versions(
     older: list[dict[str, Any]], newer: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The options of both; where both have one, the newer describes it and both their choices count."""
+    """Return the options of both; where both have one, the newer describes it and both their choices count."""
     rows = {row["name"]: row for row in older}
     for row in newer:
         before = rows.get(row["name"])
@@ -58,13 +58,13 @@ def merge_versions(
 
 
 def added_arguments(function: ast.FunctionDef) -> list[ast.Call]:
-    """The `parser.add_argument(...)` calls of a function."""
+    """Return the `parser.add_argument(...)` calls of a function."""
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     return [c for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "add_argument"]
 
 
 def off_options(prefix: str, option: str) -> list[str]:
-    """`--no-sglang-x`, and `--sglang-no-x` for what SGLang itself spells `--no-x`."""
+    """Return `--no-sglang-x`, and `--sglang-no-x` for what SGLang itself spells `--no-x`."""
     return [f"--no-{prefix}{option}", f"--{prefix}no-{option}"]
 
 
@@ -78,7 +78,7 @@ def _is_namespace(node: ast.stmt) -> bool:
 
 
 def _field(node: ast.AnnAssign, names: dict[str, Any]) -> dict[str, Any] | None:
-    """A field `name: A[type, "help"]` or `name: A[type, Arg(...)] = default`."""
+    """Return a field `name: A[type, "help"]` or `name: A[type, Arg(...)] = default`."""
     annotation = node.annotation
     if not (isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "A"):
         return None
@@ -115,7 +115,7 @@ def _refine(shape: Shape, given: dict[str, ast.expr], names: dict[str, Any]) -> 
 
 
 def _added(call: ast.Call, names: dict[str, Any]) -> dict[str, Any] | None:
-    """An option that `add_cli_args` registers by hand."""
+    """Return an option that `add_cli_args` registers by hand."""
     given = keywords(call)
     options = [str(evaluate(arg)).removeprefix("--") for arg in call.args]
     if options == ["config"]:

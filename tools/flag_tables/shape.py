@@ -26,7 +26,7 @@ class Shape:
 
 
 def shape_of(annotation: ast.expr, enums: dict[str, list[str]] | None = None) -> Shape | None:
-    """None for what no command line can give: callables, torch objects, other records."""
+    """Return the shape of a type; None for what no command line can give: callables, torch objects, records."""
     match annotation:
         case ast.Constant(value=str(text)):
             return shape_of(ast.parse(text, mode="eval").body, enums)
@@ -57,7 +57,7 @@ def shape_of(annotation: ast.expr, enums: dict[str, list[str]] | None = None) ->
 
 
 def _union(parts: list[ast.expr], enums: dict[str, list[str]] | None) -> Shape | None:
-    """X | None is X; X | list[X] takes one or more; a mixture is text that the package reads itself."""
+    """Return the shape of a union: X | None is X; X | list[X] takes one or more; a mixture is text that the package reads itself."""
     named = [p for p in parts if not (isinstance(p, ast.Constant) and p.value is None)]
     shapes = [shape_of(part, enums) for part in named]
     known = [shape for shape in shapes if shape is not None]

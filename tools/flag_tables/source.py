@@ -44,7 +44,7 @@ def find_function(owner: ast.ClassDef, name: str) -> ast.FunctionDef:
 
 
 def constants(module: ast.Module) -> dict[str, Any]:
-    """The module's names whose values are plain lists, strings and numbers."""
+    """Return the module's names whose values are plain lists, strings and numbers."""
     found: dict[str, Any] = {}
     for node in module.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -56,7 +56,7 @@ def constants(module: ast.Module) -> dict[str, Any]:
 
 
 def evaluate(node: ast.expr, names: dict[str, Any] | None = None) -> Any:
-    """The value of a simple expression; `names` are those it may use."""
+    """Return the value of a simple expression; `names` are those it may use."""
     names = names or {}
     match node:
         case ast.Constant(value=value):

@@ -85,7 +85,7 @@ def compile_nothing(module):
 
 
 def pin_nothing(module):
-    """Pinning host memory for a GPU would ask the CUDA driver."""
+    """Leave host memory unpinned: pinning would ask the CUDA driver."""
     module._cuda_host_register = lambda *args, **kwargs: None
 
 
@@ -123,7 +123,7 @@ def multiply_in_torch(module):
 
 
 def multiply_channels_in_torch(module):
-    """The same for the layout of compressed-tensors, whose kernels exist for GPUs only."""
+    """Do the same for the layout of compressed-tensors, whose kernels exist for GPUs only."""
     import torch
 
     def linear(input, weight, weight_scale, bias=None, **kwargs):
@@ -134,14 +134,14 @@ def multiply_channels_in_torch(module):
 
 
 def allow_channels(module):
-    """A GPU would be asked how new it is."""
+    """Accept scales per channel without asking a GPU how new it is."""
     config = module.CompressedTensorsConfig
     config._check_scheme_supported = lambda self, min_capability, error=True: True
     take_float32(config)
 
 
 def take_float32(config):
-    """So that results can be compared closely."""
+    """Accept float32 too, so that results can be compared closely."""
     import torch
 
     every = [torch.float32, torch.bfloat16, torch.float16]
