@@ -7,7 +7,6 @@ run's key, which it also sends to the engines.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -165,12 +164,11 @@ class Router(RouterClient):
             self._process.stop(timeout_s=1.0)  # do not wait for its open requests
 
     def _wait_until_up(self) -> bool:
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while time.monotonic() < deadline and self.alive():
-            if self.answers():
-                return True
-            time.sleep(_POLL_S)
-        return False
+        """Return whether the router answers in time; False as soon as its process has ended."""
+        known = wait_until(
+            lambda: not self.alive() or self.answers(), _START_TIMEOUT_S, every_s=_POLL_S
+        )
+        return known and self.alive()
 
 
 class ExternalRouter(RouterClient):
