@@ -341,10 +341,6 @@ def check_megatron_adapters(draft: Draft) -> None:
 
 
 def check_modes(draft: Draft) -> None:
-    if draft["debug_train_only"] and draft["debug_rollout_only"]:
-        raise ConfigError(
-            "--debug-rollout-only and --debug-train-only are mutually exclusive: remove one"
-        )
     if draft["num_rollout"] == 0 and not (draft["debug_rollout_only"] and draft["eval_interval"]):
         raise ConfigError(
             "--num-rollout must be at least 1: 0 evaluates only, with --debug-rollout-only and "

@@ -83,7 +83,9 @@ class Mode:
         "generate the next rollout while training on the current one, on separate GPUs; the same "
         "as python train_async.py",
     )
-    debug_rollout_only: bool = flag(False, "generate and score, without a trainer")
+    debug_rollout_only: bool = flag(
+        False, "generate and score, without a trainer", excludes="debug_train_only"
+    )
     debug_train_only: bool = flag(
         False,
         "train without an engine, on rollouts of --load-debug-rollout-data or of a rollout function that "
