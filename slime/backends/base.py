@@ -42,7 +42,6 @@ from slime.algorithms.estimators import compute_advantages
 from slime.backends.backend import Backend, StepResult
 from slime.backends.losses import TrainHooks, TrainLoss
 from slime.backends.reporting import Profiler, Reporter
-from slime.config.flags.spec import option_of
 from slime.core.errors import UserError
 from slime.core.packing import pack, unpack
 from slime.core.types import (
@@ -364,7 +363,7 @@ class TrainRayActor(Backend):
         flag = "save" if self.role == "actor" else "critic_save"
         root = getattr(self.args, flag)
         if root is None:
-            raise UserError(f"{option_of(flag)} is missing: give a folder for checkpoints")
+            raise UserError(f"--{flag.replace('_', '-')} is missing: give a folder for checkpoints")
         self.wait_save()
         folder = CheckpointFolder(root)
         self._on_rank_zero(lambda: folder.begin(rollout_id, clean=False))

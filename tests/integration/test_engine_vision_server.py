@@ -210,7 +210,10 @@ def test_images_and_tokens_that_do_not_match(model: Path, server: EngineServer):
         ([{"type": "image_url", "image_url": {"url": 7}}], "an image must be"),
         ([{"type": "image_url", "image_url": uri(A)}, {"type": "video_url"}], "texts and images"),
         ([{"type": "input_audio", "text": None}], "only text content"),
-        ([{"type": "image_url", "image_url": uri(A)}, {"type": "text", "text": PLACE}], "2 places"),
+        (
+            [{"type": "image_url", "image_url": uri(A)}, {"type": "text", "text": PLACE}],
+            "2 image placeholders",
+        ),
         (PLACE, "image tokens"),
     ],
     ids=lambda value: str(value)[:40],

@@ -106,7 +106,7 @@ def failing_reward(args, sample):
             0,
             "gives 1 for the first row, with its label as the response",
         ),
-        ("number_reward", "exact", 2, "is a number, and --reward-key exact is the key of a dict"),
+        ("number_reward", "exact", 2, "is a number, not a dictionary: remove --reward-key exact"),
         ("dictionary_reward", None, 2, "keys ['exact', 'length']; --reward-key is None"),
         ("failing_reward", None, 0, "raised on the first row: ConnectionError: no judge here"),
     ],

@@ -213,7 +213,7 @@ def test_sglang_gets_one_placeholder_per_image_and_must_read_as_many_tokens(mode
     engine = Engine(reply([65, 256], prompt_tokens=22))
     call(args, sample, engine)
     assert engine.asked[0]["input_ids"] == [7, IMAGE, IMAGE, 8, 70, 9]
-    with pytest.raises(UserError, match="as 5 tokens; --hf-checkpoint makes 20"):
+    with pytest.raises(UserError, match=r"counts 5 tokens .* the processor of --hf-checkpoint 20"):
         call(args, prompt(model, A, B), Engine(reply([65, 256], prompt_tokens=5)))
 
 

@@ -72,7 +72,7 @@ def test_positions_are_those_of_transformers(model, processor, sizes):
 def test_images_and_places_must_be_as_many(model, processor):
     with pytest.raises(UserError, match="1 image placeholders and 2 images"):
         encode(model, processor, f"a{PLACE}", [make_image(), make_image()])
-    with pytest.raises(UserError, match="2 places for images and 1 images"):
+    with pytest.raises(UserError, match="2 image placeholders and 1 images"):
         encode(model, processor, f"{PLACE} what is <|image_pad|>?", [make_image()])
 
 

@@ -69,7 +69,7 @@ def test_no_column_loses_what_a_row_may_hold():
         ({"values": [[0.0] * 3, [0.0] * 4]}, "row 0: values has 3 entries for 2"),
         (
             {"routed_experts": [np.zeros((6, 1, 2)), np.zeros((4, 1, 2))]},
-            "row 1: routed_experts of 4 tok",
+            "row 1: routed_experts has 4 entries for 5 tok",
         ),
         (
             {"response_lens": [6, 4], "loss_masks": [[1] * 6, [1] * 4]},
