@@ -24,22 +24,17 @@ def data(tmp_path_factory) -> Path:
     return path
 
 
+def colocated(tmp_path: Path, data: Path, **flags: object) -> list[str]:
+    model = make_tiny_checkpoint(tmp_path / "m", weight_scale=2.0, hidden_size=128, head_dim=64)
+    shared = {"colocate": True, "rollout_num_gpus": None, "sglang_mem_fraction_static": 0.5}
+    sizes = {"rollout_max_response_len": 32, "max_tokens_per_gpu": 2048}
+    return runs.command(model, data, tmp_path / "run", **shared, **sizes, **flags)
+
+
 # bf16 keeps 8 bits: with log-probs of about -6 a difference of a few hundredths is rounding.
 @pytest.mark.parametrize(("precision", "gap"), [("bf16", 0.3), ("fp32", 1e-3)])
 def test_five_rollouts_take_turns_on_the_card(data: Path, tmp_path: Path, precision, gap):
-    model = make_tiny_checkpoint(tmp_path / "m", weight_scale=2.0, hidden_size=128, head_dim=64)
-    words = runs.command(
-        model,
-        data,
-        tmp_path / "run",
-        colocate=True,
-        rollout_num_gpus=None,
-        num_rollout=5,
-        rollout_max_response_len=32,
-        max_tokens_per_gpu=2048,
-        sglang_mem_fraction_static=0.5,
-        **{precision: True},
-    )
+    words = colocated(tmp_path, data, num_rollout=5, **{precision: True})
     with Watch(card_memory, 0.05) as watch:
         status, output = runs.run(words)
     assert status == 0, output
@@ -67,20 +62,8 @@ def test_an_engine_killed_in_a_rollout_comes_back_with_the_current_weights(
 ):
     """The trainer's memory is offloaded then; the new engine gets a KV cache of the same size."""
     run_dir = tmp_path / "run"
-    words = runs.command(
-        make_tiny_checkpoint(tmp_path / "m", weight_scale=2.0, hidden_size=128, head_dim=64),
-        data,
-        run_dir,
-        colocate=True,
-        rollout_num_gpus=None,
-        num_rollout=4,
-        rollout_max_response_len=32,
-        max_tokens_per_gpu=2048,
-        sglang_mem_fraction_static=0.5,
-        rollout_health_check_interval=1,
-        custom_generate_function_path=gates.GENERATE,
-        fp32=True,
-    )
+    gated = {"custom_generate_function_path": gates.GENERATE, "rollout_health_check_interval": 1}
+    words = colocated(tmp_path, data, num_rollout=4, fp32=True, **gated)
     with Watch(card_memory, 0.05) as watch:
         process, gate = runs.start(words), gates.Gate(run_dir)
         gate.wait(process)

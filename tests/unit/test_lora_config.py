@@ -261,6 +261,9 @@ def test_gate_up_proj_of_a_dense_model_is_a_linear_module(tmp_path):
     assert make_args(**flags).transformer_impl is None
     assert make_args(**flags | {"rollout_engine": "sglang", "lora_merge_for_rollout": False})
     assert make_args(**flags, optimizer="muon").transformer_impl is None
+    odd = {"num_hidden_layers": 2, "num_experts": "many", "text_config": ["no settings"]}
+    (tmp_path / "config.json").write_text(json.dumps(odd))
+    assert make_args(**flags).transformer_impl is None
     for model_type, key in (("qwen3_moe", "num_experts"), ("ernie4_5_moe", "moe_num_experts")):
         sparse = {"model_type": model_type, "num_hidden_layers": 2, key: 4}
         (tmp_path / "config.json").write_text(json.dumps(sparse))

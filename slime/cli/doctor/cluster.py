@@ -110,7 +110,7 @@ class Probes:
             try:
                 facts[calls[reference]] = ray.get(reference)
             except RayError as error:
-                errors[calls[reference]] = cause_line(error)
+                errors[calls[reference]] = cause_line(error)[:200]
         alive = {node.address for node in facts}
         for node in set(self._probes) - set(facts):
             del self._probes[node]
@@ -135,7 +135,7 @@ class Probes:
         except RayTaskError:
             raise
         except RayError as error:
-            reason = cause_line(error)
+            reason = cause_line(error)[:200]
             if isinstance(error, GetTimeoutError):
                 reason = f"did not answer `{method.__name__}` within {_CALL_TIMEOUT_S:.0f} s"
             del self._probes[node]

@@ -91,13 +91,15 @@ def _check_packages(draft: Draft) -> None:
 def read_hf_config(draft: Draft) -> dict[str, Any]:
     """Return text_config of config.json, or all of it without one; empty if there is no file."""
     config = read_config_json(draft)
-    return config.get("text_config", config)
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
 
 
 def num_experts(config: dict[str, Any]) -> int | None:
     """Return how many experts a layer of the model in config.json has; None without experts."""
     names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    return next((config[name] for name in names if config.get(name)), None)
+    found = (config.get(name) for name in names)
+    return next((count for count in found if count and isinstance(count, int)), None)
 
 
 def is_dense(config: dict[str, Any]) -> bool:

@@ -356,7 +356,8 @@ def _check_layers(draft: Draft, config: dict[str, Any]) -> None:
 
 
 def _found(config: dict[str, Any], name: str) -> Any:
-    return next((config[key] for key in _CONFIG_KEYS[name] if config.get(key) is not None), None)
+    found = (config.get(key) for key in _CONFIG_KEYS[name])
+    return next((value for value in found if isinstance(value, (int, float))), None)
 
 
 def _check_divides(draft: Draft, config: dict[str, Any], name: str, size: str) -> None:
